@@ -240,6 +240,30 @@ def test_the_promises_of_copied_loads_are_judged_by_what_was_measured(capsys):
     assert "200 warm loads of one process: median 1.0000 s, p99 1.9000 s" in printed
 
 
+def test_where_a_first_touch_is_no_slower_the_missing_bytes_alone_decide_of_a_second_start(capsys):
+    copied = program("copied")
+
+    def judged(first: float, second: float, warm: float, missing: int = 0) -> list[bool | None]:
+        """Of the missing bytes, and of the second start, where the first touch takes so many us and another 0.3."""
+        load = {"cpu": 0.1, "cache": "keep", "reason": "", "missing": missing}
+        turns = {"second, no option": [load | {"seconds": second}], "warm, no option": [load | {"seconds": warm}]}
+        of = {"nbytes": GB, "turns": turns, "touches": [{"first": first, "second": 0.3}] * 3}
+        of["promises"] = copied.promises(of)
+        about = {"cpu": "x", "cores": 2, "kernel": "6", "file_system": "ext4", "load_average": [0.5]}
+        document = {"machine": about, "load_average_at_end": [1.0], "time": "now", "seconds": 1, "command": "it"}
+        copied.show(document | {"rounds": 1, "checkpoints": {"x": of}})
+        return [one["holds"] for one in of["promises"]]
+
+    assert judged(9.0, 1.05, 1.0) == [True, True]
+    assert judged(9.0, 0.059, 0.05) == [True, True]
+    assert judged(9.0, 1.2, 1.0, missing=4096) == [False, False]
+    capsys.readouterr()
+    assert judged(0.3, 1.2, 1.0, missing=4096) == [False, None]
+    printed = capsys.readouterr().out
+    assert "first touch 0.30 us of processor time a page, second touch 0.30 us" in printed
+    assert "1.20, decides nothing: a first touch is not slower" in printed
+
+
 def test_the_tables_of_the_documents_are_medians_and_ranges_to_the_last_byte_touched(tmp_path, monkeypatch, capsys):
     readme = program("readme")
     runs = []

@@ -3,6 +3,7 @@
 use crate::options::PAGE;
 use std::fs;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Cores that this process may run on at once: the affinity mask, cut by the CPU quota of its control groups.
 pub fn cores() -> usize {
@@ -49,6 +50,19 @@ pub(crate) fn memory_most() -> u64 {
     let memory = meminfo("MemTotal:").unwrap_or(u64::MAX);
     let memory = cgroup_memory_limit().map_or(memory, |limit| limit.min(memory));
     memory.saturating_add(meminfo("SwapTotal:").unwrap_or(0))
+}
+
+/// The time of a clock of the kernel, such as `CLOCK_THREAD_CPUTIME_ID`.
+pub(crate) fn time_of(clock: libc::clockid_t) -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: it writes to `time` alone. The clocks that are asked for exist on every Linux.
+    unsafe { libc::clock_gettime(clock, &raw mut time) };
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
+}
+
+/// Processor time of the calling thread.
+pub(crate) fn thread_cpu() -> Duration {
+    time_of(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
 /// The page size of this kernel: 4 KiB on x86-64, up to 64 KiB elsewhere.

@@ -6,7 +6,7 @@
 //! (the kernel allows 65,530 by default).
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::machine::{is_virtual_machine, page_size};
+use crate::machine::{is_virtual_machine, page_size, thread_cpu, time_of};
 use crate::options::HUGE_PAGE;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
@@ -264,7 +264,7 @@ impl Arena {
             };
             // After a slow one processor time decides: by the clock it may be slow because another thread had the core.
             // That takes two system calls more.
-            let time = if samples.slow > 0 { processor_time } else { clock_time };
+            let time = if samples.slow > 0 { thread_cpu } else { clock_time };
             let before = time();
             // SAFETY: inside our mapping. Populating changes no byte.
             if unsafe { libc::madvise(self.memory.at().add(from).cast(), len, libc::MADV_POPULATE_WRITE) } != 0 {
@@ -323,19 +323,7 @@ impl Arena {
 }
 
 fn clock_time() -> Duration {
-    time_by(libc::CLOCK_MONOTONIC)
-}
-
-/// Processor time of the calling thread.
-fn processor_time() -> Duration {
-    time_by(libc::CLOCK_THREAD_CPUTIME_ID)
-}
-
-fn time_by(clock: libc::clockid_t) -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: it writes to `time` alone.
-    unsafe { libc::clock_gettime(clock, &raw mut time) };
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    time_of(libc::CLOCK_MONOTONIC)
 }
 
 /// The memory of one block.

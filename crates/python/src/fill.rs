@@ -9,8 +9,9 @@ use std::time::Duration;
 
 /// The fill of the page cache after a load, in the background: a report's `cache_fill`.
 ///
-/// It follows a load with `cache="auto"` whose bytes went past the page cache because the disk is faster that way. One
-/// thread reads the same bytes into the page cache, at idle I/O priority, so that the next start is warm. It pauses
+/// It follows a load with `cache="auto"` whose bytes went past the page cache, all of them or those that told which way is
+/// faster. One thread reads the same bytes into the page cache, at idle I/O priority, so that the next start is warm, and
+/// touches them where a first touch is slow. At the end of a fill that has finished no page is missing. It pauses
 /// while this process wants the disk (another load with cold bytes, a save). It ends early if the memory left no longer
 /// holds the rest, if the file changes, at a fork, when the process ends, and by `stop`. What was filled until then
 /// stays.

@@ -8,8 +8,9 @@ use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Device, Fence};
 use crate::engine::{nanos, Action, Engine, Event, Nanos, Ready, Slabs};
 use crate::error::{Error, Result};
-use crate::extent::{InCommon, Landing, Route, Ticket};
+use crate::extent::{InCommon, Landing, Ticket};
 use crate::format::Checkpoint;
+use crate::machine::{thread_cpu, time_of};
 use crate::memory::{Block, Keep};
 use crate::peers::Peers;
 use crate::plan::layout::Layout;
@@ -143,7 +144,7 @@ pub(super) struct Began {
 
 impl Began {
     pub(super) fn now() -> Self {
-        Self { wall: Instant::now(), cpu: clock(libc::CLOCK_PROCESS_CPUTIME_ID) }
+        Self { wall: Instant::now(), cpu: time_of(libc::CLOCK_PROCESS_CPUTIME_ID) }
     }
 
     /// Since then, by the wall clock.
@@ -153,7 +154,7 @@ impl Began {
 
     /// CPU time of the whole process since then.
     fn cpu_seconds(&self) -> f64 {
-        clock(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(self.cpu).as_secs_f64()
+        time_of(libc::CLOCK_PROCESS_CPUTIME_ID).saturating_sub(self.cpu).as_secs_f64()
     }
 }
 
@@ -196,7 +197,10 @@ impl Driver {
         let mut state = shared.lock();
         if fill.is_some() && outcome.is_err() {
             // The load has failed after all: its report must not promise a fill that never starts.
-            (state.report.cache, state.report.cache_fill) = ("bypass", None);
+            state.report.cache_fill = None;
+            if state.report.cache == "fill" {
+                state.report.cache = "bypass";
+            }
         }
         // Ending streams and threads is a part of the load: it is over when the caller can go on.
         state.report.seconds = began.seconds();
@@ -230,16 +234,19 @@ impl Driver {
         if let Some(choice) = self.trial.as_ref().and_then(|trial| lock(trial).clone()) {
             report.cache = choice.cold.name();
             report.cache_reason = choice.reason;
-            if let (Cold::Bypass, Ok(()), Ok(files)) = (choice.cold, &outcome, self.checkpoint.local_files()) {
-                let past = self.schedule.extents.iter().enumerate().filter(|(number, e)| {
+            if let (Ok(()), Ok(files)) = (&outcome, self.checkpoint.local_files()) {
+                // What went through the page cache too: the trial's bytes are still on their way there, nobody has touched
+                // them, and the kernel may have taken others back.
+                let read = self.schedule.extents.iter().enumerate().filter(|(number, e)| {
                     let left_out = self.skipped.iter().any(|extents| extents.contains(number));
-                    let read = !left_out && !matches!(e.shared, Some(InCommon::Received(_)));
-                    read && e.route == Route::Direct
+                    !left_out && !matches!(e.shared, Some(InCommon::Received(_)))
                 });
-                let past = past.map(|(_, e)| (e.file, e.offset..e.offset + e.len)).collect();
+                let ranges = read.map(|(_, e)| (e.file, e.offset..e.offset + e.len)).collect();
                 let whole: Vec<_> = self.routing.ways.iter().map(|w| w.through == Through::HugePages).collect();
-                report.cache_fill = CacheFill::new(files, past, &whole);
-                report.cache = if report.cache_fill.is_some() { "fill" } else { report.cache };
+                report.cache_fill = CacheFill::new(files, ranges, &whole);
+                if choice.cold == Cold::Bypass && report.cache_fill.is_some() {
+                    report.cache = "fill";
+                }
             }
         }
         report.fallbacks.extend(self.source.take_fallbacks());
@@ -713,15 +720,4 @@ fn wait_readable(fds: &[RawFd], timeout: Option<Duration>) {
     let ms = timeout.map_or(-1, |t| i32::try_from(t.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
     // SAFETY: the vector has as many entries as the count says. EINTR and errors end the wait early: the caller loops.
     unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, ms) };
-}
-
-fn thread_cpu() -> Duration {
-    clock(libc::CLOCK_THREAD_CPUTIME_ID)
-}
-
-fn clock(id: libc::clockid_t) -> Duration {
-    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: one writable timespec; both clocks exist on every Linux.
-    unsafe { libc::clock_gettime(id, &mut t) };
-    Duration::new(t.tv_sec.unsigned_abs(), t.tv_nsec as u32)
 }

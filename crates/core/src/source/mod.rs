@@ -59,6 +59,7 @@ pub use threads::Threads;
 #[cfg(any(test, feature = "testing"))]
 pub use throttle::{Release, Throttle, Throttling};
 pub use touch::Touches;
+pub(crate) use touch::{is_slow, SLOW_TOUCH, TOUCH_SAMPLE};
 pub(crate) use trial::{Chosen, Trial};
 pub use uring::{RingMode, Uring};
 

@@ -23,7 +23,7 @@
 //! All are touched in the order of their addresses. With the timed ones spread over the 2 MiB, 2.9 GB took 5.2 s of
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
 
-use crate::machine::{is_virtual_machine, page_size};
+use crate::machine::{is_virtual_machine, page_size, time_of};
 use crate::options::HUGE_PAGE;
 use crate::sync::{lock, Mutex};
 use std::any::Any;
@@ -31,14 +31,19 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Weak;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Most places of one call: IOV_MAX.
 const PLACES: usize = 1024;
 /// Pages at the start of each 2 MiB that are touched to learn what touching costs there.
-const SAMPLE: usize = 16;
-/// The first touch of a page has to take this long to be worth the call.
-const WORTH: Duration = Duration::from_micros(1);
+pub(crate) const TOUCH_SAMPLE: usize = 16;
+/// From this much time on the first touch of a page is slow. A slow one takes 5 to 11 us. Others take 0.6 to 0.9 us in huge
+/// pages and 1 to 3 us in small ones, because nothing of them is in the processor's caches.
+pub(crate) const SLOW_TOUCH: Duration = Duration::from_micros(3);
+
+/// Touches of a load's threads are measured by processor time, which takes two system calls to ask. By the wall clock one
+/// sample of ten seemed slow because the thread had lost the processor (12 threads, two cores).
+const PROCESSOR: libc::clockid_t = libc::CLOCK_THREAD_CPUTIME_ID;
 
 /// In a virtual machine this many stretches of 2 MiB are populated in huge pages first. If half of them are slow, the rest of
 /// the load comes in small pages.
@@ -163,7 +168,7 @@ pub(super) enum Untouched {
 
 impl Touch {
     pub(super) fn new() -> Touch {
-        Touch::worth(WORTH)
+        Touch::worth(SLOW_TOUCH)
     }
 
     /// Touches all pages of those 2 MiB where a first touch takes at least so long.
@@ -190,17 +195,16 @@ impl Touch {
         for start in pages.clone().step_by(huge) {
             let count = (pages.end.min(start + huge) - start).div_ceil(page);
             let at = |i: usize| start + i * page;
-            let sample = || (0..count.min(SAMPLE)).map(at);
-            let result = timed(self.process, sample(), places).and_then(|(sampled, calls, time)| {
+            let sample = || (0..count.min(TOUCH_SAMPLE)).map(at);
+            let result = timed(PROCESSOR, self.process, sample(), places).and_then(|(sampled, calls, time)| {
                 self.count(sampled, calls);
-                // Where touching takes as long once more, the processor is slow and nothing is gained.
-                let slow = time >= self.worth * sampled as u32;
-                let gained = slow && (self.worth.is_zero() || timed(self.process, sample(), places)?.2 * 2 < time);
+                let another = || timed(PROCESSOR, self.process, sample(), places).map(|(_, _, time)| time);
+                let gained = is_slow(self.worth, sampled, time, another)?;
                 if huge_pages {
                     lock(&self.page_size).judge(gained);
                 }
-                if gained && count > SAMPLE {
-                    let (touched, calls) = touch(self.process, (SAMPLE..count).map(at), places)?;
+                if gained && count > TOUCH_SAMPLE {
+                    let (touched, calls) = touch(self.process, (TOUCH_SAMPLE..count).map(at), places)?;
                     self.count(touched, calls);
                 }
                 Ok(())
@@ -241,6 +245,17 @@ impl Touch {
     }
 }
 
+/// Whether the first touch of so many pages was slow: it took at least `worth` a page. If another touch of them takes as
+/// long, the processor is slow and nothing is gained.
+pub(crate) fn is_slow<E>(
+    worth: Duration,
+    pages: usize,
+    first: Duration,
+    another: impl FnOnce() -> Result<Duration, E>,
+) -> Result<bool, E> {
+    Ok(first >= worth * pages as u32 && (worth.is_zero() || another()? * 2 < first))
+}
+
 /// Seconds for the first touch of `bytes` that are left, by a look at a few pages of them.
 ///
 /// In large folios the first page brings all of its 2 MiB into the mapping, in small pages each 16 bring themselves. So the
@@ -254,10 +269,10 @@ fn cost(process: libc::pid_t, left: &[Left], bytes: u64) -> Option<f64> {
     // Seconds that the first touch of a group of pages takes longer than another one.
     let mut gained = |start: usize, end: usize| {
         let group = || (start..end).step_by(page).take(AROUND);
-        let (touched, _, first) = timed(process, group(), &mut places).ok()?;
+        let (touched, _, first) = timed(libc::CLOCK_MONOTONIC, process, group(), &mut places).ok()?;
         let again = match usual {
             Some(again) => again,
-            None => *usual.insert(timed(process, group(), &mut places).ok()?.2 / touched as u32),
+            None => *usual.insert(timed(libc::CLOCK_MONOTONIC, process, group(), &mut places).ok()?.2 / touched as u32),
         };
         Some(first.saturating_sub(again * touched as u32).as_secs_f64())
     };
@@ -283,18 +298,16 @@ fn cost(process: libc::pid_t, left: &[Left], bytes: u64) -> Option<f64> {
     (seen > 0).then(|| seconds * bytes as f64 / seen as f64)
 }
 
-/// Touches pages of this process; how many, by how many calls, and the time that took.
-///
-/// By the wall clock, since the processor time of a thread takes a system call to ask. If the thread lost the processor
-/// meanwhile, pages seem slow and are touched in vain: 0.2 ms.
+/// Touches pages of this process; how many, by how many calls, and the time by `clock` that took.
 fn timed(
+    clock: libc::clockid_t,
     process: libc::pid_t,
     pages: impl Iterator<Item = usize>,
     places: &mut Vec<libc::iovec>,
 ) -> io::Result<(usize, usize, Duration)> {
-    let begun = Instant::now();
+    let begun = time_of(clock);
     let (touched, calls) = touch(process, pages, places)?;
-    Ok((touched, calls, begun.elapsed()))
+    Ok((touched, calls, time_of(clock).saturating_sub(begun)))
 }
 
 /// Reads the byte at each of these addresses; how many, and by how many calls.
@@ -360,6 +373,14 @@ mod tests {
     }
 
     #[test]
+    fn touches_of_small_pages_are_not_slow_and_those_of_a_slow_processor_gain_nothing() {
+        let us = |each| Ok::<_, ()>(Duration::from_micros(16 * each));
+        assert_eq!(is_slow(SLOW_TOUCH, 16, us(2).unwrap(), || us(0)), Ok(false));
+        assert_eq!(is_slow(SLOW_TOUCH, 16, us(5).unwrap(), || us(1)), Ok(true));
+        assert_eq!(is_slow(SLOW_TOUCH, 16, us(5).unwrap(), || us(4)), Ok(false));
+    }
+
+    #[test]
     fn where_it_is_worth_it_every_page_is_touched_once_in_calls_of_up_to_1024() {
         let (_memory, pages) = memory(PAGES);
         let found = touched(Duration::ZERO, pages.clone()).unwrap();
@@ -374,13 +395,13 @@ mod tests {
     #[test]
     fn pages_are_touched_in_the_order_of_their_addresses() {
         let page = page_size() as usize;
-        for closed in [0, 1, SAMPLE - 1, SAMPLE, SAMPLE + 1, 300] {
+        for closed in [0, 1, TOUCH_SAMPLE - 1, TOUCH_SAMPLE, TOUCH_SAMPLE + 1, 300] {
             let (_memory, pages) = memory(HUGE_PAGE as usize / page);
             let _closed = Closed::new(pages.start + closed * page);
             let touch = Touch::worth(Duration::ZERO);
             assert!(matches!(touch.populated(pages, true, &mut Vec::new()), Err(Untouched::Lost(_))));
             // The call that meets the page that cannot be had is not counted, and all before it are of lower addresses.
-            let before = if closed < SAMPLE { 0 } else { SAMPLE as u64 };
+            let before = if closed < TOUCH_SAMPLE { 0 } else { TOUCH_SAMPLE as u64 };
             assert_eq!(touch.take(&[]).pages, before, "page {closed}");
         }
     }
@@ -424,7 +445,7 @@ mod tests {
         let (_memory, pages) = memory(PAGES);
         let found = touched(Duration::from_secs(1), pages.clone()).unwrap();
         let chunks = pages.len().div_ceil(HUGE_PAGE as usize) as u64;
-        assert!(found.pages <= chunks * 2 * SAMPLE as u64, "{found:?}");
+        assert!(found.pages <= chunks * 2 * TOUCH_SAMPLE as u64, "{found:?}");
         assert_eq!(found.calls, chunks);
     }
 
@@ -449,7 +470,7 @@ mod tests {
 
     #[test]
     fn no_page_is_forgotten_and_one_that_is_lost_is_an_error() {
-        for count in [1, SAMPLE - 1, SAMPLE, SAMPLE + 1, 2 * SAMPLE + 3, 100] {
+        for count in [1, TOUCH_SAMPLE - 1, TOUCH_SAMPLE, TOUCH_SAMPLE + 1, 2 * TOUCH_SAMPLE + 3, 100] {
             let (_memory, pages) = memory(count);
             for page in pages.clone().step_by(page_size() as usize) {
                 let _closed = Closed::new(page);

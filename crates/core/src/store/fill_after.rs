@@ -9,32 +9,20 @@
 //! - for good, if the memory left to the process no longer holds the rest, if the file has changed, if reading fails,
 //!   if the process forks or ends, and when it is told to.
 //!
-//! What was filled until then stays. The thread exists only while it has something to do.
+//! What was filled until then stays. The thread exists only while it has something to do. The steps are in `fill_steps`.
 
 use super::files::Files;
-use super::pread::read_fully;
-use super::residency::cached_pages;
-use crate::error::{Error, ErrorKind, Result};
-use crate::machine::{self, block_signals, page_size};
-use crate::memory::Mapping;
-use crate::options::{HUGE_PAGE, MIB};
+use super::fill_steps::FillSteps;
+use crate::machine::block_signals;
 use crate::sync::{lock, Builder, Condvar, Mutex};
 use crate::threads::guarded;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes of one step: 1 ms of a fast disk. It is a huge page, so that the page cache holds it as one folio. Later
-/// starts copy and map a folio faster than small pages.
-const STEP: u64 = HUGE_PAGE;
-/// Bytes of one read where huge pages cannot be populated. The buffer stays in the processor's cache.
-const SCRATCH: u64 = 256 << 10;
-/// The memory left is asked for once per so many bytes: asking takes about twenty system calls.
-const LOOK_EVERY: u64 = 64 * MIB;
 /// The thread needs little stack.
 const STACK: usize = 128 << 10;
 /// How long stopping the thread waits for the current step.
@@ -47,7 +35,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
 pub enum FillState {
     /// It runs, or waits until the process no longer wants the disk.
     Running,
-    /// The page cache holds all of it, or held it when it was read.
+    /// The page cache held all of it at the end. Where the kernel does not tell, it held each part when that was read.
     Finished,
     /// It ended early; `reason` says why.
     Stopped,
@@ -74,20 +62,13 @@ pub struct CacheFill(Arc<FillJob>);
 
 impl std::fmt::Debug for CacheFill {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CacheFill").field("total", &self.0.total).finish_non_exhaustive()
+        f.debug_struct("CacheFill").field("total", &self.0.steps.total()).finish_non_exhaustive()
     }
 }
 
 struct FillJob {
     pid: u32,
-    files: Files,
-    /// The bytes that are filled; sorted by file and offset.
-    ranges: Vec<(u32, Range<u64>)>,
-    /// For each file: whether it is wanted whole, or nearly. Of other files the kernel reads nothing ahead.
-    whole: Vec<bool>,
-    total: u64,
-    /// Bytes of the ranges, in their order, that are done.
-    nbytes: AtomicU64,
+    steps: FillSteps,
     over: AtomicBool,
     state: Mutex<FillProgress>,
     changed: Condvar,
@@ -102,31 +83,12 @@ struct FillProgress {
 impl CacheFill {
     /// A fill of these ranges of the files; `whole` flags the files that are wanted whole. `None` if there is nothing
     /// to read. The fill begins with [`start`](Self::start).
-    pub(crate) fn new(files: Files, mut ranges: Vec<(u32, Range<u64>)>, whole: &[bool]) -> Option<CacheFill> {
-        ranges.sort_unstable_by_key(|r| (r.0, r.1.start));
-        let mut merged: Vec<(u32, Range<u64>)> = Vec::new();
-        for (file, range) in ranges {
-            match merged.last_mut() {
-                Some((last, found)) if *last == file && range.start <= found.end => {
-                    found.end = found.end.max(range.end)
-                }
-                _ => merged.push((file, range)),
-            }
-        }
-        for (file, range) in &mut merged {
-            // A direct read may go past the end of its file.
-            range.end = range.end.min(files.size(*file));
-        }
-        merged.retain(|(_, range)| range.start < range.end);
-        let total = merged.iter().map(|(_, range)| range.end - range.start).sum();
-        (total > 0).then(|| {
+    pub(crate) fn new(files: Files, ranges: Vec<(u32, Range<u64>)>, whole: &[bool]) -> Option<CacheFill> {
+        let steps = FillSteps::new(files, ranges, whole);
+        (steps.total() > 0).then(|| {
             CacheFill(Arc::new(FillJob {
                 pid: std::process::id(),
-                files,
-                ranges: merged,
-                whole: whole.to_vec(),
-                total,
-                nbytes: AtomicU64::new(0),
+                steps,
                 over: AtomicBool::new(false),
                 state: Mutex::new(FillProgress { begun: Instant::now(), end: None }),
                 changed: Condvar::new(),
@@ -153,7 +115,7 @@ impl CacheFill {
 
     /// Its status.
     pub fn status(&self) -> FillStatus {
-        let (nbytes, total) = (self.0.nbytes.load(Ordering::Relaxed), self.0.total);
+        let (nbytes, total) = (self.0.steps.nbytes(), self.0.steps.total());
         if self.0.pid != std::process::id() {
             // The thread is the parent's, and so is the lock.
             let reason = "it belongs to the parent process".to_owned();
@@ -214,7 +176,8 @@ pub fn stop_fills(reason: &str, patience: Duration) {
 
 /// Ends the fills that read one of these files: its pages are no longer wanted in the page cache.
 pub(super) fn stop_fills_of(files: &Files) {
-    let found: Vec<_> = lock(&Fills::process().state).queue.iter().filter(|f| f.files.share(files)).cloned().collect();
+    let found: Vec<_> =
+        lock(&Fills::process().state).queue.iter().filter(|f| f.steps.files().share(files)).cloned().collect();
     for fill in found {
         CacheFill(fill).stop();
     }
@@ -338,7 +301,7 @@ impl Fills {
     fn work(&self) {
         block_signals();
         be_idle();
-        let mut scratch = vec![0u8; SCRATCH as usize];
+        let mut scratch = FillSteps::scratch();
         let mut state = lock(&self.state);
         loop {
             state.current = None;
@@ -347,8 +310,9 @@ impl Fills {
             let Some(fill) = next else { break };
             state.current = Some(fill.clone());
             drop(state);
-            let filled = guarded("penstock-fill", || fill.run(&self.pause, &mut scratch)).and_then(|filled| filled);
-            fill.files.close_idle();
+            let goes_on = || !self.pause.load(Ordering::Relaxed) && !fill.over.load(Ordering::Relaxed);
+            let filled = guarded("penstock-fill", || fill.steps.run(&goes_on, &mut scratch)).and_then(|filled| filled);
+            fill.steps.files().close_idle();
             match filled {
                 Ok(true) => fill.end(FillState::Finished, String::new()),
                 Ok(false) => {}
@@ -372,93 +336,8 @@ impl FillJob {
         let took = state.begun.elapsed();
         state.end.get_or_insert((how, reason, took));
         drop(state);
-        self.files.close_idle();
+        self.steps.files().close_idle();
         self.changed.notify_all();
-    }
-
-    /// Fills from where it stopped last. False if it was stopped before all bytes were there.
-    fn run(&self, pause: &AtomicBool, scratch: &mut [u8]) -> Result<bool> {
-        let mut skip = self.nbytes.load(Ordering::Relaxed);
-        let mut look = 0;
-        for (file, range) in &self.ranges {
-            let len = range.end - range.start;
-            if skip >= len {
-                skip -= len;
-                continue;
-            }
-            let fd = self.files.open(*file, false)?;
-            let whole = self.whole.get(*file as usize) == Some(&true);
-            let how = if whole { libc::POSIX_FADV_SEQUENTIAL } else { libc::POSIX_FADV_RANDOM };
-            // SAFETY: a plain system call on a descriptor we hold. It is advice.
-            unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
-            // Of a file that is wanted in part, some pages may not be wanted. So its bytes are read, not populated.
-            let mapping = if whole { Mapping::new(&*fd, self.files.size(*file)).ok() } else { None };
-            let mut at = range.start + std::mem::take(&mut skip);
-            while at < range.end {
-                if pause.load(Ordering::Relaxed) || self.over.load(Ordering::Relaxed) {
-                    return Ok(false);
-                }
-                // A step ends at a multiple of its size: the kernel reads ahead in whole pieces.
-                let end = (at / STEP * STEP + STEP).min(range.end);
-                let left = self.total - self.nbytes.load(Ordering::Relaxed);
-                if look == 0 {
-                    let room = machine::memory_available();
-                    if left > room {
-                        let text = format!("the other {left} bytes do not fit into the memory left ({room})");
-                        return Err(Error::new(ErrorKind::OutOfMemory, text));
-                    }
-                    look = LOOK_EVERY;
-                }
-                look = look.saturating_sub(end - at);
-                self.files.verify_file(*file)?;
-                let step = at..end;
-                if !is_there(fd.as_raw_fd(), &step) && !mapping.as_ref().is_some_and(|m| populate(m, &step)) {
-                    self.read(*file, fd.as_raw_fd(), step, scratch)?;
-                }
-                self.nbytes.fetch_add(end - at, Ordering::Relaxed);
-                at = end;
-            }
-        }
-        Ok(true)
-    }
-
-    /// Reads bytes of a file, which brings them into the page cache.
-    fn read(&self, file: u32, fd: RawFd, step: Range<u64>, scratch: &mut [u8]) -> Result<()> {
-        let mut at = step.start;
-        while at < step.end {
-            let len = (step.end - at).min(scratch.len() as u64);
-            let mut to = [libc::iovec { iov_base: scratch.as_mut_ptr().cast(), iov_len: len as usize }];
-            // SAFETY: one place, within `scratch`.
-            let got = unsafe { read_fully(fd, at, &mut to, 0, self.files.most_per_call()) };
-            let got = got.map_err(|e| Error::io("read", &e.cause).at(self.files.path(file)).range(at..at + len))?;
-            if got < len {
-                // The file is shorter than it was.
-                return self.files.verify_file(file);
-            }
-            at += len;
-        }
-        Ok(())
-    }
-}
-
-/// Whether the page cache holds all of these bytes of a file.
-fn is_there(fd: RawFd, step: &Range<u64>) -> bool {
-    let pages = step.end.div_ceil(page_size()) - step.start / page_size();
-    cached_pages(fd, step).is_ok_and(|cached| cached >= pages)
-}
-
-/// Brings pages of a mapped file into the page cache, and removes them from the mapping again. False if the kernel or
-/// the file refuses; reading the bytes then tells why.
-fn populate(mapping: &Mapping, step: &Range<u64>) -> bool {
-    let start = step.start / page_size() * page_size();
-    let len = (step.end.next_multiple_of(page_size()) - start) as usize;
-    // SAFETY: the range lies in the mapping, which is as long as the file was. Populating changes no memory, and pages that
-    // the file has lost since are an error. Nobody has written to the mapping, so nothing is lost when its pages are dropped.
-    unsafe {
-        let at = mapping.at().add(start as usize).cast();
-        let populated = libc::madvise(at, len, libc::MADV_POPULATE_READ) == 0;
-        libc::madvise(at, len, libc::MADV_DONTNEED);
-        populated
     }
 }
 

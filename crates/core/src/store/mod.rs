@@ -5,6 +5,7 @@ mod cache;
 mod facts;
 mod files;
 mod fill_after;
+mod fill_steps;
 mod heads;
 mod known_disks;
 mod local;
