@@ -194,6 +194,17 @@ def test_what_no_engine_needs_may_have_a_name_that_no_file_has(bucket, temporary
     assert repr(name[:80])[:-1] in said and "no file can be called so" in said
 
 
+def test_an_index_that_was_left_over_is_not_copied(bucket, small, temporary):
+    """An engine would look for its shards, and find nothing."""
+    whole = {name: small.joinpath(name).read_bytes() for name in LAYOUT.files}
+    for name in whole:
+        del bucket.objects[f"m/{name}"]
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    bucket.objects["m/model.safetensors"] = len(header).to_bytes(8, "little") + header + b"x"
+    folder, _ = _fetched.fetch(FOLDER, settings(bucket))
+    assert held(folder).keys() == {*SMALL, "model.safetensors"}
+
+
 FOLDERS = (
     "additional_chat_templates/tool_use.jinja",
     "additional_chat_templates/rag.jinja",
@@ -201,12 +212,14 @@ FOLDERS = (
     "decoder_tokenizer/vocab.txt",
     "image_processor/preprocessor_config.json",
     "my_own_tokenizer/tokenizer_config.json",
+    "spoken words/vocab.json",  # its name stands nowhere
 )
 
 
 def test_folders_that_engines_read(bucket, temporary):
     bucket.objects |= {f"m/{path}": b"{}" for path in FOLDERS}
     bucket.objects |= {"m/vocab.bpe": b"#version", "m/model.yaml": b"a: 1", "m/checkpoint-10/config.json": b"{}"}
+    bucket.objects |= {"m/onnx/config.json": b"{}", "m/checkpoint-10/tokenizer_config.json": b"{}"}
     bucket.objects["m/additional_chat_templates/model.safetensors"] = b"no"
     plain = {"vocab.bpe", "model.yaml"}
     assert fetched(bucket) == {*plain, *(path for path in FOLDERS if path.startswith("additional"))}

@@ -211,7 +211,10 @@ def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[s
     """
 
 def names_in(place: str, stall_timeout: float | None = None, storage: Storage | None = None) -> list[str]:
-    """The names of what lies directly in a folder, or under an address. InvalidError: it is a file."""
+    """The names of what lies directly in a folder, or under an address. InvalidError: it is a file.
+
+    Those of folders in a store end with a slash.
+    """
 
 def contents(
     files: Sequence[str],

@@ -232,6 +232,56 @@ def outside(rank: Rank, folder: str) -> Any:
     return {name: [type(one).__name__, digest(one)] for name, one in loader._get_weights_iterator(source)}
 
 
+def adapter(rank: Rank, folder: str, weights: str) -> Any:
+    """An adapter, by SGLang's own class for it, while ``weights`` has the weights of the model that is served.
+
+    And tensors that Penstock refuses: of an engine whose own way was not accepted, and of one where it was.
+    """
+    from safetensors.torch import save_file
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_config import LoRAConfig
+
+    load_plugins()
+    config = rank.join(folder)
+    given = {"weights": weights}
+    made = LoadConfig(load_format="penstock", model_loader_extra_config=json.dumps(given))
+    of_model = dict(get_model_loader(made)._get_weights_iterator(DefaultModelLoader.Source.init_new(config, None)))
+    about = {"peft_type": "LORA", "target_modules": ["o_proj"], "r": 4, "lora_alpha": 8}
+    with tempfile.TemporaryDirectory() as place:
+        hidden = config.hf_config.hidden_size
+        name = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
+        tensors = {name.format(layer, "A"): torch.full((4, hidden), layer + 1.0) for layer in range(2)}
+        tensors |= {name.format(layer, "B"): torch.full((hidden, 4), layer + 3.0) for layer in range(2)}
+        save_file(tensors, Path(place, "adapter_model.safetensors"))
+        Path(place, "adapter_config.json").write_text(json.dumps(about))
+
+        def loaded(**more: Any) -> Any:
+            extra = json.dumps({**given, **more})
+            made = LoadConfig(load_format="penstock", model_loader_extra_config=extra)
+            one = LoRAAdapter("one", LoRAConfig(place), config.hf_config, made, None)
+            one.initialize_weights()
+            return {name: digest(tensor) for layer in one.layers for name, tensor in layer.weights.items()}
+
+        found = {
+            "expected": {name: digest(one) for name, one in tensors.items()},
+            "adapter": _caught(loaded),
+            "model": {name: digest(one) for name, one in of_model.items()},
+        }
+        _refuse_to_open()
+        found |= {"strict": _caught(loaded), "accepted": _caught(loaded, strict=False)}
+    return found | {"said": rank.lines.of_penstock()}
+
+
+def _refuse_to_open() -> None:
+    from penstock import UnsupportedError
+    from penstock.integrations import _engine
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("no such luck")
+
+    _engine.open_checkpoint = refuse
+
+
 def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]] | None = None) -> Any:
     """Loads the weights of another place than the model's: what lies in ``weights``, by each rank's ``extra``."""
     load_plugins()
@@ -529,7 +579,8 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (compare, fallback, outside, elsewhere, address, updates, failures, parses, drift)
+    one.__name__: one
+    for one in (compare, fallback, outside, adapter, elsewhere, address, updates, failures, parses, drift)
 }
 
 

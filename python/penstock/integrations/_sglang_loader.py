@@ -15,6 +15,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.model_loader import loader as sglang_loader
 
+from .._errors import MissingDtypeError, UnsupportedError
 from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
@@ -93,7 +94,10 @@ def _settings(loader: Any) -> Settings | None:
 
 
 def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
+    """The files of one place. The model's own place is the first that a loader asks for; others are secondary.
+
+    Where tensors are asked for that are no model's, as those of an adapter are, there is none (see `_iterated`).
+    """
     settings = _settings(loader)
     if settings is not None:
         named = model
@@ -138,6 +142,9 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     if settings is None:
         return original(loader, *args, **kwargs)
     asked = []
+    source = args[0] if args else kwargs.get("source")
+    if getattr(source, "model_config", None) is None:
+        vars(loader).setdefault("penstock_model", None)  # no model's: a place of its own
 
     def make(own: Any) -> Any:
         def iterate(files: Sequence[str], *more: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,8 +157,7 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
             def later() -> Iterator[tuple[str, torch.Tensor]]:
                 loads = _loads.get()
                 if loads is None:
-                    chosen.refuse_fallback("tensors were asked for outside of a load of weights")
-                    yield from own(files, *more, **named)
+                    yield from _outside(chosen, settings, lambda: own(files, *more, **named))
                 else:
                     vars(loader)["penstock_used"] = True
                     loads.engine, loads.strict = _ENGINE, settings.strict
@@ -166,13 +172,33 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     with _iterated_by(make):
         found = original(loader, *args, **kwargs)
     if not asked:
-        place = without_secrets(str(getattr(args[0] if args else kwargs.get("source"), "model_or_path", "its folder")))
+        place = without_secrets(str(getattr(source, "model_or_path", "its folder")))
         why = f"it has called none of {', '.join(_ITERATE)} for the files of {place}"
         not_used(
             _ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`"
         )
         vars(loader)["penstock_used"] = True  # that was said
     return found
+
+
+def _outside(chosen: Chosen, settings: Settings, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are no load of a model's weights: of an adapter, or for a copy of experts. They are real.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+        UnsupportedError: Penstock cannot give them, and ``otherwise`` cannot read them or the user has not accepted it.
+    """
+    try:
+        checkpoint, keep = chosen.opened(None)
+        names = None if keep is None else list(filter(keep, checkpoint))
+        tensors = checkpoint.stream(names=names, framework="torch", options=settings.options)
+    except MissingDtypeError:
+        raise
+    except UnsupportedError as error:
+        chosen.refuse_fallback(str(error))
+        not_used(_ENGINE, str(error), settings.strict)
+        tensors = otherwise()
+    yield from tensors
 
 
 def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:

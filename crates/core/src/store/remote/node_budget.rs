@@ -173,6 +173,11 @@ impl NodeBudget {
         self.retry
     }
 
+    /// A connection of this process is free.
+    pub(super) fn look_again(&mut self) {
+        self.retry = None;
+    }
+
     /// Takes a connection of the budget, if one is free.
     pub(super) fn take(&mut self, now: Instant) -> Option<Permit> {
         if self.retry.is_some_and(|retry| now < retry) {
