@@ -95,7 +95,7 @@ def corner(group: Any) -> Member:
 
 
 def leave(member: Member, limit: float | None = None) -> None:
-    """Says that this rank does nothing more in its group's corner. When all have, nothing of it is left in the store."""
+    """Says that this rank does nothing more in its group's corner. When all have, the store has nothing of it."""
     if member.size > 1 and isinstance(member.store, _Corner):
         member.store.leave(member.rank, member.size, Options().peer_timeout if limit is None else limit)
 

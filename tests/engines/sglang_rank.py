@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -339,6 +340,71 @@ def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], t
     }
 
 
+def one_version(
+    rank: Rank, folder: str, extra: dict[str, Any], folders: list[str], point: str, meeting: str, place: str
+) -> Any:
+    """A load of a model that is replaced at a point of it. Which of two versions the rank has then: 0, 1, or none.
+
+    There a file is written into the folder ``meeting``, and a rank that is to wait goes on when there is another.
+    """
+    import penstock
+    from penstock.integrations import _remote
+    from penstock.integrations._recorder import Recorder
+
+    load_plugins()
+    expected = [digests(rank.load(rank.join(one), "safetensors")) for one in folders]
+
+    def at(name: str) -> None:
+        Path(meeting, f"{name}.at.{rank.rank}").write_text("")
+
+    def hold(name: str) -> None:
+        at(name)
+        _until(Path(meeting, f"{name}.go").exists)
+
+    if point == "next":
+        hold("next")  # until its small files are there
+    config = rank.join(folder)
+    opens, run = _remote.open_checkpoint, Recorder.run
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if point == "opens" and rank.rank == 1:
+            _until(Path(meeting, "opens.go").exists)
+        found = opens(*args, **kwargs)
+        if point == "opens" and rank.rank == 0:
+            at("opens")
+        return found
+
+    def running(self: Recorder, *args: Any) -> Any:
+        at("middle")
+        return run(self, *args)
+
+    _remote.open_checkpoint, Recorder.run = opened, running
+    if point == "before":
+        hold("before")
+
+    def version(model: torch.nn.Module) -> list[int]:
+        return [number for number, one in enumerate(expected) if not different(one, digests(model))]
+
+    try:
+        model = rank.load(config, "penstock", model_loader_extra_config=json.dumps(extra))
+    except penstock.PenstockError as error:
+        return {"failed": type(error).__name__, "text": str(error)}
+    found = {"differ": expected[0] != expected[1], "version": version(model)}
+    if point == "reload":
+        hold("reload")
+        found["update"] = updater(model, config).update_weights_from_disk(place, "penstock")
+        found["reloaded"] = version(model)
+    return found
+
+
+def _until(there: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not there():
+        if time.monotonic() > limit:
+            raise TimeoutError("it did not come")
+        time.sleep(0.005)
+
+
 def updater(model: torch.nn.Module, config: ModelConfig) -> WeightUpdater:
     """SGLang's own, without the runner that it is part of."""
     return WeightUpdater(
@@ -363,10 +429,10 @@ def updates(rank: Rank, folders: list[str], times: int) -> Any:
     model = rank.load(config, "penstock")
     at, update = addresses(model), updater(model, config)
     found: dict[str, Any] = {"said": [], "different": [], "moved": [], "resident": [], "reports": []}
-    for time in range(1, times + 1):
-        good, text = update.update_weights_from_disk(folders[time % 2], "penstock")
+    for number in range(1, times + 1):
+        good, text = update.update_weights_from_disk(folders[number % 2], "penstock")
         found["said"].append([good, text])
-        found["different"] += different(expected[time % 2], digests(model))
+        found["different"] += different(expected[number % 2], digests(model))
         found["moved"] += [name for name, where in addresses(model).items() if at[name] != where]
         found["reports"] += reports()
         found["resident"].append(resident())
@@ -580,7 +646,10 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
 
 TASKS: dict[str, Callable[..., Any]] = {
     one.__name__: one
-    for one in (compare, fallback, outside, adapter, elsewhere, address, updates, failures, parses, drift)
+    for one in [
+        *(compare, fallback, outside, adapter, elsewhere, address),
+        *(one_version, updates, failures, parses, drift),
+    ]
 }
 
 

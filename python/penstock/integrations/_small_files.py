@@ -42,12 +42,12 @@ _NEEDED = re.compile(
 _MODULES = "modules.json"
 #: Of transformers: chat templates that have names.
 _TEMPLATES = "additional_chat_templates"
-#: A model with one of these has a processor, whose parts may lie in folders. Nothing says what these are called: a folder with
-#: one of the others is one.
+#: A model with one of these has a processor, whose parts may lie in folders. Nothing says what these are called: a part
+#: is what has one of the others.
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _OF_PARTS = (
-    *_OF_PROCESSORS, "tokenizer_config.json", "tokenizer.json", "vocab.json", "vocab.txt", "image_processor_config.json",
-    "video_preprocessor_config.json", "feature_extractor_config.json",
+    *_OF_PROCESSORS, "tokenizer_config.json", "tokenizer.json", "vocab.json", "vocab.txt",
+    "image_processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
 #: Folders of trainings have copies of all files of the model.
 _NO_PARTS = ("checkpoint-",)

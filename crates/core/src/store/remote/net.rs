@@ -243,7 +243,7 @@ impl<W: Wires> Net<W> {
         for &number in &numbers {
             if self.parting.advance(number, &mut self.discard) {
                 // The places that are free now are for the first that looks.
-                self.node.iter_mut().for_each(NodeBudget::look_again);
+                self.node.iter_mut().for_each(|node| node.look_again(now));
             } else if let Some(link) = self.links.take(number) {
                 bytes += self.advance(number, link, now, told);
             }
