@@ -18,7 +18,7 @@ from penstock import _core
 from penstock.integrations import _fetched
 from penstock.integrations._pins import PINS, pinned_in
 from penstock.integrations._remote import RemoteWeights, file_name
-from s3_server import KEYS, Bucket, serving
+from s3_server import KEYS, Bucket, error, serving
 from test_gcs import Google
 from test_hub_network import COMMIT, Hub, home, hub  # noqa: F401
 from test_s3 import nothing_in_the_environment  # noqa: F401
@@ -192,6 +192,19 @@ def test_what_no_engine_needs_may_have_a_name_that_no_file_has(bucket, temporary
     assert fetched(bucket) == set()
     (said,) = [text for text in caplog.messages if text.startswith("penstock: ")]
     assert repr(name[:80])[:-1] in said and "no file can be called so" in said
+
+
+def test_a_first_byte_that_is_refused_without_a_size_is_no_empty_object(bucket, temporary):
+    bare = error(416, "InvalidRange", "The requested range is not satisfiable")
+    bucket.script = lambda target, number: bare if target.endswith((".txt", ".json")) else None
+    for name in ("merges.txt", "config.json"):
+        with pytest.raises(penstock.ReadError, match="neither a byte nor the size"):
+            _core.contents([FOLDER + name], 1 << 20, None, settings(bucket))
+    # A listing says how long they are
+    assert "merges.txt" in _core.names_in(FOLDER, None, settings(bucket))
+    assert _core.contents([f"{FOLDER}merges.txt"], 1 << 20, None, settings(bucket)) == [SMALL["merges.txt"]] == [b""]
+    with pytest.raises(penstock.ReadError, match="neither a byte nor the size"):
+        _core.contents([f"{FOLDER}config.json"], 1 << 20, None, settings(bucket))
 
 
 def test_an_index_that_was_left_over_is_not_copied(bucket, small, temporary):

@@ -129,7 +129,7 @@ def _place(place: str, storage: Storage | None) -> _Place:
     folder = place.rpartition("/")[0] if place.endswith((".safetensors", ".json")) else place.removesuffix("/")
 
     def names(within: str) -> list[str]:
-        return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage)
+        return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage, folders=True)
 
     def read(files: Sequence[str]) -> list[bytes]:
         return _core.contents([f"{folder}/{name}" for name in files], MOST, None, storage)

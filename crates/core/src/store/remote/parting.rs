@@ -17,13 +17,13 @@ const FIRST: usize = 1 << 30;
 
 /// See the module's documentation.
 pub(super) struct Parting<S> {
-    slots: Vec<Option<Left<S>>>,
+    slots: Vec<Option<Departing<S>>>,
     /// Places that are free again, for a connection that is to be made here.
     spare: Vec<Permit>,
 }
 
 /// A connection that was left.
-struct Left<S> {
+struct Departing<S> {
     /// None if it is closed, and only its server has not heard of it.
     stream: Option<S>,
     /// Its place in the budget.
@@ -53,7 +53,7 @@ impl<S: WireEnd> Parting<S> {
         let fetch = link.fetch.take();
         let Some(permit) = link.permit.take().filter(|_| link.state != LinkState::Connecting) else { return fetch };
         let number = self.room();
-        let mut left = Left { stream: None, permit, until: now + LONGEST, discarded: 0, stays };
+        let mut left = Departing { stream: None, permit, until: now + LONGEST, discarded: 0, stays };
         if fetch.is_some() {
             // What it still sends is not waited for.
             link.stream.abort();
@@ -106,7 +106,7 @@ impl<S: WireEnd> Parting<S> {
     }
 
     fn free(&mut self, number: usize) {
-        let Some(Left { stream, permit, stays, .. }) = self.slots[number].take() else { return };
+        let Some(Departing { stream, permit, stays, .. }) = self.slots[number].take() else { return };
         drop(stream);
         if stays {
             self.spare.push(permit);
