@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.model_loader import loader as sglang_loader
 
 from .._errors import MissingDtypeError, UnsupportedError
+from .._group_stream import corner, leave, say
 from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
@@ -134,6 +135,18 @@ def _iterated_by(make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensors of one place. The other ranks hear why there are none, if they are a model's."""
+    source = args[0] if args else kwargs.get("source")
+    try:
+        return _chosen(original, loader, source, *args, **kwargs)
+    except BaseException as error:
+        is_update = "penstock_met" not in vars(loader)  # or `_started` tells them
+        if _settings(loader) is not None and is_update and getattr(source, "model_config", None) is not None:
+            _tell(error)
+        raise
+
+
+def _chosen(original: Any, loader: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensors of one place: deferred if `_loaded` takes them, SGLang's own if anything else does.
 
     The files are chosen here, because an update takes an error of that for one that has changed nothing.
@@ -142,7 +155,6 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     if settings is None:
         return original(loader, *args, **kwargs)
     asked = []
-    source = args[0] if args else kwargs.get("source")
     if getattr(source, "model_config", None) is None:
         vars(loader).setdefault("penstock_model", None)  # no model's: a place of its own
 
@@ -162,6 +174,7 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
                     vars(loader)["penstock_used"] = True
                     loads.engine, loads.strict = _ENGINE, settings.strict
                     loads.options = settings.options
+                    vars(loader)["penstock_met"] = True
                     loads.join(_ranks)
                     yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
 
@@ -205,12 +218,26 @@ def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     """A model. What loads it in a way of its own, and never asks for tensors here, is noticed."""
     settings = _settings(loader)
     if settings is not None:
-        vars(loader)["penstock_used"] = False
-    model = original(loader, *args, **kwargs)
+        vars(loader)["penstock_used"] = vars(loader)["penstock_met"] = False
+    try:
+        model = original(loader, *args, **kwargs)
+    except BaseException as error:
+        if settings is not None and not vars(loader)["penstock_met"]:
+            _tell(error)
+        raise
     if settings is not None and not vars(loader)["penstock_used"]:
         vars(loader)["penstock_used"] = True
         not_used(_ENGINE, f"{type(loader).__name__} has asked for no tensors of the checkpoint", settings.strict)
     return model
+
+
+def _tell(error: BaseException) -> None:
+    """Tells the other ranks, which wait for this one or will, why it does not come to their load."""
+    with suppress(BaseException):
+        if (group := _ranks()) is not None:
+            member = corner(group)
+            say(member, error)
+            leave(member)
 
 
 def _ranks() -> Any:
