@@ -351,7 +351,6 @@ def one_version(
     from penstock.integrations import _remote
     from penstock.integrations._recorder import Recorder
 
-
     load_plugins()
     expected = [digests(rank.load(rank.join(one), "safetensors")) for one in folders]
 
