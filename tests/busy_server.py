@@ -3,8 +3,9 @@
     python busy_server.py FILE RATE HOW PORTS
 
 It writes the ports to standard output. When its standard input ends it writes what it has counted, as JSON: for each
-request (when, port, path, first byte, status), and for each port the most connections at a time. HOW: `second` counts
-within each second, `bucket` has a bucket that fills with time. No answer says when to come again.
+request (when, port, path, first byte, status), and for each port the most connections at a time that their clients had
+open. `most_seen` counts those too that this program had not closed yet. HOW: `second` counts within each second, and
+`bucket` has a bucket that fills with time. No answer says when to come again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -27,8 +29,9 @@ class Busy:
         self.second, self.taken = 0, 0
         self.bucket, self.filled = rate, time.monotonic()
         self.requests: list[tuple[float, int, str, int, int]] = []
-        self.connections: Counter[int] = Counter()
+        self.connections: dict[int, set[int]] = {}
         self.most: Counter[int] = Counter()
+        self.most_seen: Counter[int] = Counter()
 
     def takes(self) -> bool:
         now = time.monotonic()
@@ -42,10 +45,20 @@ class Busy:
         self.taken += 1
         return self.taken <= self.rate
 
+    def came(self, port: int, descriptor: int) -> None:
+        there = self.connections.setdefault(port, set())
+        there.add(descriptor)
+        self.most_seen[port] = max(self.most_seen[port], len(there))
+        # The kernel knows of an end that this program will only come to.
+        polled = select.poll()
+        for each in there:
+            polled.register(each, select.POLLRDHUP)
+        self.most[port] = max(self.most[port], len(there) - len(polled.poll(0)))
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         port = writer.get_extra_info("sockname")[1]
-        self.connections[port] += 1
-        self.most[port] = max(self.most[port], self.connections[port])
+        descriptor = writer.get_extra_info("socket").fileno()
+        self.came(port, descriptor)
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -72,7 +85,7 @@ class Busy:
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
             pass
         finally:
-            self.connections[port] -= 1
+            self.connections[port].discard(descriptor)
             writer.close()
 
     async def run(self, ports: int) -> None:
@@ -87,7 +100,7 @@ class Busy:
 
         threading.Thread(target=wait, daemon=True).start()
         await over
-        print(json.dumps({"requests": self.requests, "most": dict(self.most)}), flush=True)
+        print(json.dumps({"requests": self.requests, "most": self.most, "most_seen": self.most_seen}), flush=True)
         os._exit(0)
 
 

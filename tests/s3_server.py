@@ -116,7 +116,8 @@ class Bucket:
             return error(412, "PreconditionFailed", "At least one of the preconditions did not hold")
         first, last = map(int, fields["range"].removeprefix("bytes=").split("-"))
         if first >= len(content):
-            return error(416, "InvalidRange", "The requested range is not satisfiable")
+            size = f"<ActualObjectSize>{len(content)}</ActualObjectSize>"
+            return error(416, "InvalidRange", "The requested range is not satisfiable", size)
         part = content[first : last + 1]
         about = f"bytes {first}-{first + len(part) - 1}/{len(content)}"
         return 206, {"ETag": tag, "Content-Range": about}, part

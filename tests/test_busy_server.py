@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,17 +71,36 @@ def busy(path: Path, rate: float, how: str, ports: int = 1) -> Iterator[tuple[li
         server.wait()
 
 
-@pytest.mark.parametrize("how", ["second", "bucket"])
-@pytest.mark.parametrize("size", SIZES)
-def test_pods_that_start_together_load_with_few_requests_in_vain(size: Size, how: str, tmp_path: Path) -> None:
-    path = model(tmp_path, size.nbytes)
+def likely_most(mean: float, tenths: int) -> int:
+    """What no tenth of a second passes in 9,999 of 10,000 runs, where so many retries come at random times (Poisson).
+
+    Where they are few, 3 * mean is less than that: with a mean of a third, one retry alone is three times as many. From
+    a mean of 9 on, 200 tenths stay below 3 * mean.
+    """
+    most, chance, at_most = 0, math.exp(-mean), math.exp(-mean)
+    while tenths * (1 - at_most) > 1e-4:
+        most += 1
+        chance *= mean / most
+        at_most += chance
+    return most
+
+
+def test_the_bound_of_retries_at_random_times():
+    assert [likely_most(mean, 100) for mean in (0.1, 1.0, 5.0, 20.0)] == [4, 9, 19, 45]
+    assert all(likely_most(mean, 200) <= 3 * mean for mean in range(9, 40))
+
+
+def loaded_from(size: Size, how: str, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, int]]:
+    """What each rank said, what the server has counted, and the budget of each port: that of one pod."""
+    path = model(folder, size.nbytes)
     with busy(path, size.rate, how, size.pods) as (ports, counted):
         ranks = []
+        budgets = [max(1, size.budget - (0 if WHOLE else 2 * pod)) for pod in range(size.pods)]
         for number in range(size.pods * size.ranks):
             pod = number % size.pods
             storage = {
-                "connections_per_node": size.budget,
-                "node_folder": str(tmp_path / f"node-{pod}"),
+                "connections_per_node": budgets[pod],
+                "node_folder": str(folder / f"node-{pod}"),
                 "request_bytes": size.request_bytes,
             }
             url = f"http://127.0.0.1:{ports[pod]}/{number}/model.safetensors"
@@ -91,25 +112,45 @@ def test_pods_that_start_together_load_with_few_requests_in_vain(size: Size, how
             out, error = rank.communicate(timeout=60 * ordeal.load_factor())
             assert rank.returncode == 0, error
             found.append(json.loads(out))
-    assert [one["tensors"] for one in found] == [24] * len(ranks)
-    for port, most in counted["most"].items():
-        assert most <= size.budget, f"{most} connections to {port}"
-    requests = sorted(counted["requests"])
-    needed = sum(1 for *_, status in requests if status == 206)
-    print(f"{len(requests)} requests, {needed} of them taken, in {requests[-1][0] - requests[0][0]:.1f} s")
-    assert len(requests) <= 1.5 * needed
-    # Retries by the tenth of a second, from two seconds after the last start
-    refused, retries, since = set(), [], max(one["begun"] for one in found) + 2.0
+    return found, counted, {str(port): budget for port, budget in zip(ports, budgets, strict=True)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pods_that_start_together_load_with_few_requests_in_vain(size: Size, tmp_path: Path) -> None:
+    """At a server that counts within each second, and at one with a bucket that fills. Small sizes: at once."""
+    hows = ("second", "bucket")
+    for how in hows:
+        (tmp_path / how).mkdir()
+    with ThreadPoolExecutor(1 if WHOLE else len(hows)) as together:
+        found = list(together.map(lambda how: loaded_from(size, how, tmp_path / how), hows))
+    for how, (ranks, counted, budgets) in zip(hows, found, strict=True):
+        assert [one["tensors"] for one in ranks] == [24] * len(ranks)
+        most, requests = counted["most"], sorted(counted["requests"])
+        assert most.keys() == budgets.keys()
+        assert all(most[port] <= budgets[port] for port in most), (most, budgets)
+        needed = sum(1 for *_, status in requests if status == 206)
+        print(f"{how}: {len(requests)} requests, {needed} taken, in {requests[-1][0] - requests[0][0]:.1f} s")
+        print(f"connections: {most} of {budgets}, and not closed by the server yet: {counted['most_seen']}")
+        assert len(requests) <= 1.5 * needed
+        check_retries(requests, max(one["begun"] for one in ranks) + 2.0)
+
+
+def check_retries(requests: list[Any], since: float) -> None:
+    """Retries by the tenth of a second, from two seconds after the last start: no waves of them."""
+    refused, retries = set(), []
     for when, _, name, first, status in requests:
         if (name, first) in refused and when >= since:
             retries.append(int((when - since) * 10))
         refused.add((name, first)) if status == 503 else refused.discard((name, first))
     tenths = int((requests[-1][0] - since) * 10) + 1
     if tenths > 0 and retries:
-        mean, most = len(retries) / tenths, max(retries.count(tenth) for tenth in set(retries))
-        print(f"retries: {len(retries)} in {tenths} tenths of a second, {most} at most in one")
-        # Of few retries some come together by chance
-        assert most <= max(3 * mean, 10), (most, mean)
+        counts = [retries.count(tenth) for tenth in range(tenths)]
+        mean, most = len(retries) / tenths, max(counts)
+        # They come while the server refuses, not at one rate all the time: chance counts within the busiest second
+        busiest = max(sum(counts[tenth : tenth + 10]) for tenth in range(tenths)) / 10
+        likely = likely_most(busiest, tenths)
+        print(f"retries: {len(retries)} in {tenths} tenths of a second, {most} at most in one, {likely} by chance")
+        assert most <= max(3 * mean, likely), (most, mean)
 
 
 class Moody(http.server.BaseHTTPRequestHandler):
@@ -165,45 +206,23 @@ def one(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("status", "body"), [(503, SLOW_DOWN), (429, b""), (503, b"")])
-def test_a_read_that_a_busy_server_refuses_is_asked_for_more_than_eight_times(status: int, body: bytes, one: Path):
-    with moody(one, [(status, body)] * 11) as (url, asked):
+def test_a_read_that_a_busy_server_refuses_is_asked_for_again(status: int, body: bytes, one: Path):
+    """How often, and for how long: `crates/core/src/store/remote/net_tests.rs`, where no time passes."""
+    with moody(one, [(status, body)]) as (url, asked):
         assert len(penstock.open(url).load(framework="np")) == 1
-        assert len(asked) >= 12
+        assert len(asked) >= 2
 
 
-def test_pauses_after_a_refusal_are_random(one: Path):
-    pauses = []
-    for _ in range(8):
-        with moody(one, [(503, b"")]) as (url, asked):
-            penstock.open(url).load(framework="np")
-        pauses.append(asked[-1] - asked[-2])
-    assert max(pauses) - min(pauses) > 0.06, pauses
+def test_a_read_that_fails_is_given_up_when_the_patience_is_over(one: Path):
+    with moody(one, [(500, b"")] * 1000) as (url, _):
+        begun = time.monotonic()
+        with pytest.raises(penstock.ReadError, match=r"it was asked for .* times in") as caught:
+            penstock.open(url, storage={"patience": 10}).load(framework="np")
+        assert caught.value.status == 500
+        assert 10.0 <= time.monotonic() - begun <= 22.0 * ordeal.load_factor()
 
 
-def test_a_read_that_fails_is_given_up_after_eight_times_and_after_the_patience(one: Path):
-    for storage, least in ({}, 3.0), ({"patience": 12}, 12.0):
-        with moody(one, [(500, b"")] * 1000) as (url, _):
-            begun = time.monotonic()
-            with pytest.raises(penstock.ReadError, match=r"it was asked for .* times in") as caught:
-                penstock.open(url, storage=storage).load(framework="np")
-            took = time.monotonic() - begun
-            assert caught.value.status == 500
-            assert least <= took <= (least + 12.0) * ordeal.load_factor(), (storage, took)
-
-
-def test_a_server_that_stays_busy_is_given_up_when_the_stall_timeout_and_the_patience_are_over(one: Path):
-    for storage, least in ({}, 3.0), ({"patience": 9}, 9.0):
-        with moody(one, [(503, SLOW_DOWN)] * 1000) as (url, _):
-            opened = penstock.open(url, storage={**storage})
-            begun = time.monotonic()
-            with pytest.raises(penstock.ReadError, match="503") as caught:
-                opened.load(framework="np", options={"stall_timeout": 3})
-            assert caught.value.status == 503
-            assert time.monotonic() - begun >= least
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, None])
-def test_the_part_of_a_process_that_ends_is_free_at_once(end: int | None, one: Path, tmp_path: Path):
+def test_the_part_of_a_process_that_ends_is_free_at_once(one: Path, tmp_path: Path):
     """Also of one that is killed: the kernel frees its locks."""
     storage = {"connections_per_node": 1, "node_folder": str(tmp_path / "node")}
     program = """
@@ -216,14 +235,15 @@ sys.stdin.read()
 """
     with moody(one, []) as (url, _):
         command = [sys.executable, "-c", program, url, json.dumps(storage)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None and child.stdout.readline() == "here\n"
-        if end is None:
-            child.communicate("")
-        else:
-            child.send_signal(end)
-            child.wait()
-        assert len(penstock.open(url, storage=storage).load(framework="np")) == 1
+        for end in (signal.SIGKILL, None):
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            assert child.stdout is not None and child.stdout.readline() == "here\n"
+            if end is None:
+                child.communicate("")
+            else:
+                child.send_signal(end)
+                child.wait()
+            assert len(penstock.open(url, storage=storage).load(framework="np")) == 1
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,27 @@ def test_an_sglang_without_the_step_refuses_addresses():
         with pytest.raises(penstock.UnsupportedError, match="this SGLang is not one that Penstock knows"):
             _sglang_arguments.refuse(SimpleNamespace(load_format=load_format, model_path=FOLDER))
     _sglang_arguments.refuse(SimpleNamespace(load_format="auto", model_path=FOLDER))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_weights"),
+    [
+        ("pytorch_model.bin", True),
+        ("scalerless.bin", True),
+        ("optimizerfree.pt", True),
+        ("lr_scheduler.pt", False),
+        ("model_optim_states.pt", False),
+        ("training_args.bin", False),
+        ("random_states_0.pt", False),
+        (".optimizer.bin", False),
+    ],
+)
+def test_only_pickles_of_weights_are_named_with_convert(tmp_path, name, is_weights):
+    from penstock.integrations._pickles import naming_convert
+
+    (tmp_path / name).write_bytes(b"")
+    if not is_weights:
+        with naming_convert(str(tmp_path), "vLLM"):
+            return
+    with pytest.raises(penstock.UnsupportedError, match="penstock convert"), naming_convert(str(tmp_path), "vLLM"):
+        pass

@@ -18,7 +18,7 @@ from penstock import _core
 from penstock.integrations import _fetched
 from penstock.integrations._pins import PINS, pinned_in
 from penstock.integrations._remote import RemoteWeights, file_name
-from s3_server import KEYS, Bucket, serving
+from s3_server import KEYS, Bucket, error, serving
 from test_gcs import Google
 from test_hub_network import COMMIT, Hub, home, hub  # noqa: F401
 from test_s3 import nothing_in_the_environment  # noqa: F401
@@ -194,6 +194,30 @@ def test_what_no_engine_needs_may_have_a_name_that_no_file_has(bucket, temporary
     assert repr(name[:80])[:-1] in said and "no file can be called so" in said
 
 
+def test_a_first_byte_that_is_refused_without_a_size_is_no_empty_object(bucket, temporary):
+    bare = error(416, "InvalidRange", "The requested range is not satisfiable")
+    bucket.script = lambda target, number: bare if target.endswith((".txt", ".json")) else None
+    for name in ("merges.txt", "config.json"):
+        with pytest.raises(penstock.ReadError, match="neither a byte nor the size"):
+            _core.contents([FOLDER + name], 1 << 20, None, settings(bucket))
+    # A listing says how long they are
+    assert "merges.txt" in _core.names_in(FOLDER, None, settings(bucket))
+    assert _core.contents([f"{FOLDER}merges.txt"], 1 << 20, None, settings(bucket)) == [SMALL["merges.txt"]] == [b""]
+    with pytest.raises(penstock.ReadError, match="neither a byte nor the size"):
+        _core.contents([f"{FOLDER}config.json"], 1 << 20, None, settings(bucket))
+
+
+def test_an_index_that_was_left_over_is_not_copied(bucket, small, temporary):
+    """An engine would look for its shards, and find nothing."""
+    whole = {name: small.joinpath(name).read_bytes() for name in LAYOUT.files}
+    for name in whole:
+        del bucket.objects[f"m/{name}"]
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    bucket.objects["m/model.safetensors"] = len(header).to_bytes(8, "little") + header + b"x"
+    folder, _ = _fetched.fetch(FOLDER, settings(bucket))
+    assert held(folder).keys() == {*SMALL, "model.safetensors"}
+
+
 FOLDERS = (
     "additional_chat_templates/tool_use.jinja",
     "additional_chat_templates/rag.jinja",
@@ -201,12 +225,14 @@ FOLDERS = (
     "decoder_tokenizer/vocab.txt",
     "image_processor/preprocessor_config.json",
     "my_own_tokenizer/tokenizer_config.json",
+    "spoken words/vocab.json",  # its name stands nowhere
 )
 
 
 def test_folders_that_engines_read(bucket, temporary):
     bucket.objects |= {f"m/{path}": b"{}" for path in FOLDERS}
     bucket.objects |= {"m/vocab.bpe": b"#version", "m/model.yaml": b"a: 1", "m/checkpoint-10/config.json": b"{}"}
+    bucket.objects |= {"m/onnx/config.json": b"{}", "m/checkpoint-10/tokenizer_config.json": b"{}"}
     bucket.objects["m/additional_chat_templates/model.safetensors"] = b"no"
     plain = {"vocab.bpe", "model.yaml"}
     assert fetched(bucket) == {*plain, *(path for path in FOLDERS if path.startswith("additional"))}

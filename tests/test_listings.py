@@ -348,6 +348,17 @@ def test_a_redirect_of_s3_is_signed_for_the_place_that_it_names(small, big, stat
         assert there.asked and all(key == KEY for _, key in there.asked)
 
 
+@pytest.mark.parametrize("status", [301, 307, 308])
+def test_a_redirect_of_s3_may_name_nothing_but_the_host_that_has_the_bucket(small, big, status):
+    objects = {f"m/{name}": (small / name).read_bytes() for name in LAYOUT.files}
+    with serving(Resigned(objects)) as there, serving(Bucket({})) as here:
+        host = there.endpoint.removeprefix("http://")
+        here.script = lambda target, number: error(status, "Moved", "", f"<Endpoint>{host}</Endpoint>")
+        checkpoint = penstock.open("s3://bucket/m/", storage=storage_of(here))
+        Oracle(small).same(checkpoint.load(framework="np"))
+        assert there.asked and all(key == KEY for _, key in there.asked)
+
+
 def test_a_redirect_to_another_region_that_it_does_not_name_is_corrected(small):
     objects = {f"m/{name}": (small / name).read_bytes() for name in LAYOUT.files}
     with serving(Resigned(objects, "ap-east-1")) as there, serving(Bucket({})) as here:

@@ -9,23 +9,23 @@ import pytest
 
 CORE = Path(__file__).parents[1] / "crates/core"
 
-#: By the name of the thread: the file that starts it, and where a panic is put to the test.
+#: By the name of the thread: the file that starts it.
 THREADS = {
-    "penstock-ask": ("detached.rs", "tests/threads.rs"),
-    "penstock-copy": ("device/cpu.rs", "src/device/cpu.rs"),
-    "penstock-dns": ("store/remote/names.rs", "src/store/remote/names.rs"),
-    "penstock-engine": ("load/start.rs", "tests/threads.rs"),
-    "penstock-fill": ("store/fill_after.rs", "src/store/fill_after.rs"),
-    "penstock-gpu": ("device/gpu.rs", "src/device/gpu.rs"),
-    "penstock-gpupin": ("device/gpu.rs", "src/device/gpu.rs"),
-    "penstock-gpuwait": ("device/gpu.rs", "src/device/gpu.rs"),
-    "penstock-keys": ("store/remote/credentials.rs", "tests/threads.rs"),
-    "penstock-lookout": ("peers/lookout.rs", "tests/threads.rs"),
-    "penstock-net": ("store/remote/source.rs", "tests/threads.rs"),
-    "penstock-peers": ("peers/exchange.rs", "src/peers/exchange.rs"),
-    "penstock-pulse": ("peers/pulse.rs", "tests/threads.rs"),
-    "penstock-read": ("source/threads.rs", "tests/threads.rs"),
-    "penstock-save": ("save/mod.rs", "tests/threads.rs"),
+    "penstock-ask": "detached.rs",
+    "penstock-copy": "device/cpu.rs",
+    "penstock-dns": "store/remote/names.rs",
+    "penstock-engine": "load/start.rs",
+    "penstock-fill": "store/fill_after.rs",
+    "penstock-gpu": "device/gpu.rs",
+    "penstock-gpupin": "device/gpu.rs",
+    "penstock-gpuwait": "device/gpu.rs",
+    "penstock-keys": "store/remote/credentials.rs",
+    "penstock-lookout": "peers/lookout.rs",
+    "penstock-net": "store/remote/source.rs",
+    "penstock-peers": "peers/exchange.rs",
+    "penstock-pulse": "peers/pulse.rs",
+    "penstock-read": "source/threads.rs",
+    "penstock-save": "save/mod.rs",
 }
 
 #: Threads that end before the call that starts them does: a panic there is one of the caller, whose thread has a guard.
@@ -55,18 +55,16 @@ def test_every_thread_is_known_here():
             scoped.add(name)
     assert scoped == SCOPED
     expected: dict[str, int] = {}
-    for file, _ in THREADS.values():
+    for file in THREADS.values():
         expected[file] = expected.get(file, 0) + 1
     assert spawns == expected
 
 
 @pytest.mark.parametrize("name", THREADS)
-def test_a_thread_has_a_guard(name: str):
-    file, tested = THREADS[name]
-    text = sources()[GUARDS.get(name, file)]
+def test_a_thread_has_a_guard_and_a_test_that_trips_it(name: str):
+    text = sources()[GUARDS.get(name, THREADS[name])]
     assert f'guarded("{name}"' in text
-    if tested.startswith("tests/"):
-        assert f'"{name}"' in (CORE / tested).read_text()
+    assert f'"{name}"' in (CORE / "tests/threads.rs").read_text()
 
 
 def test_no_thread_catches_a_panic_without_saying_what_it_was():

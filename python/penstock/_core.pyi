@@ -210,8 +210,13 @@ def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[s
     Blocks.
     """
 
-def names_in(place: str, stall_timeout: float | None = None, storage: Storage | None = None) -> list[str]:
-    """The names of what lies directly in a folder, or under an address. InvalidError: it is a file."""
+def names_in(
+    place: str, stall_timeout: float | None = None, storage: Storage | None = None, *, folders: bool = False
+) -> list[str]:
+    """The names of what lies directly in a folder, or under an address. InvalidError: it is a file.
+
+    folders: Those of folders in a store are among them, and end with a slash.
+    """
 
 def contents(
     files: Sequence[str],

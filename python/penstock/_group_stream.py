@@ -41,14 +41,19 @@ class _Corner:
         self.underlying_store = store
         self.penstock_whole = getattr(store, "penstock_whole", store)
         self._prefix = prefix
+        self._mine: set[str] = set()
+        """The keys that this rank has made there."""
+        self._left = False
 
     def set(self, key: str, value: Any) -> None:
+        self._mine.add(key)
         self.underlying_store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
         return self.underlying_store.get(self._prefix + key)
 
     def add(self, key: str, amount: int) -> int:
+        self._mine.add(key)
         return self.underlying_store.add(self._prefix + key, amount)
 
     def check(self, keys: list[str]) -> bool:
@@ -66,12 +71,33 @@ class _Corner:
         if delete is not None:
             delete(self._prefix + key)
 
+    def leave(self, rank: int, size: int, limit: float) -> None:
+        """This rank does nothing more here. The last one to say so deletes all that is left. Idempotent."""
+        if self._left or getattr(self.underlying_store, "delete_key", None) is None:
+            return
+        self._left = True
+        store = Rendezvous(self.underlying_store, limit)
+        over = f"{self._prefix}over"
+        with suppress(PenstockError):  # the store may be gone, and takes them with it
+            store.set(f"{over}/{rank}", json.dumps(sorted(self._mine)))
+            if store.add(over, 1) < size:
+                return
+            lists = [f"{over}/{each}" for each in range(size)]
+            made = {key for keys in store.get_all(lists) for key in json.loads(keys)}
+            store.delete([*(self._prefix + key for key in sorted(made)), *lists, over])
+
 
 def corner(group: Any) -> Member:
     """A group of the same ranks, with a part of the store for itself. All ranks make theirs in the same order."""
     store, rank, size = member_of(group)
     number = Rendezvous(store, Options().peer_timeout).add(f"penstock/corners/{rank}", 1) if size > 1 else 0
     return Member(_Corner(store, f"penstock/corner/{number}/"), rank, size)
+
+
+def leave(member: Member, limit: float | None = None) -> None:
+    """Says that this rank does nothing more in its group's corner. When all have, the store has nothing of it."""
+    if member.size > 1 and isinstance(member.store, _Corner):
+        member.store.leave(member.rank, member.size, Options().peer_timeout if limit is None else limit)
 
 
 def say(member: Member, error: BaseException) -> None:
@@ -196,6 +222,8 @@ class _Settling(Gathering):
         left_in(self._store.store, self._rank).clear()
         with suppress(PenstockError):
             self._store.delete([f"penstock/loads/{self._rank}"])
+        if not self._store.stalled:
+            leave(Member(self._store.store, self._rank, self._size), self._store.limit)
 
 
 def compare(group: Any, checkpoint: Any, options: Options) -> None:

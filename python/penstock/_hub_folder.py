@@ -48,10 +48,10 @@ class HubFolder:
         self._folder = f"{folder}/" if folder else ""
 
     def names(self, within: str) -> list[str]:
-        """The names of the files in a folder of it ("": in itself)."""
+        """The names of the files in a folder of it ("": in itself). Those of folders in there end with a slash."""
         prefix = self._folder + (f"{within}/" if within else "")
         below = [name.removeprefix(prefix) for name in self._pinned.names if name.startswith(prefix)]
-        return [name for name in below if "/" not in name]
+        return list(dict.fromkeys(name[: name.find("/") + 1] or name for name in below))
 
     def read(self, files: Sequence[str]) -> list[bytes]:
         """All bytes of these files.

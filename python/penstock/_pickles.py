@@ -73,10 +73,15 @@ def is_misnamed(file: Path) -> bool:
     return file.suffix in SUFFIXES and _is_header(_start(file))
 
 
+def is_state(name: str) -> bool:
+    """Whether a file that is called so holds the state of a training, and no weights."""
+    return _STATE.fullmatch(name) is not None
+
+
 def _seen(folder: Path, *suffixes: str) -> list[Path]:
     """Files in a folder with such endings, hidden ones and the state of a training left out, in natural order."""
     found = [path for path in folder.iterdir() if path.suffix in suffixes and not path.name.startswith(".")]
-    return sorted((path for path in found if not _STATE.fullmatch(path.name)), key=lambda path: _natural(path.name))
+    return sorted((path for path in found if not is_state(path.name)), key=lambda path: _natural(path.name))
 
 
 def _all(shards: list[Path]) -> list[Path]:

@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -232,6 +233,56 @@ def outside(rank: Rank, folder: str) -> Any:
     return {name: [type(one).__name__, digest(one)] for name, one in loader._get_weights_iterator(source)}
 
 
+def adapter(rank: Rank, folder: str, weights: str) -> Any:
+    """An adapter, by SGLang's own class for it, while ``weights`` has the weights of the model that is served.
+
+    And tensors that Penstock refuses: of an engine whose own way was not accepted, and of one where it was.
+    """
+    from safetensors.torch import save_file
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_config import LoRAConfig
+
+    load_plugins()
+    config = rank.join(folder)
+    given = {"weights": weights}
+    made = LoadConfig(load_format="penstock", model_loader_extra_config=json.dumps(given))
+    of_model = dict(get_model_loader(made)._get_weights_iterator(DefaultModelLoader.Source.init_new(config, None)))
+    about = {"peft_type": "LORA", "target_modules": ["o_proj"], "r": 4, "lora_alpha": 8}
+    with tempfile.TemporaryDirectory() as place:
+        hidden = config.hf_config.hidden_size
+        name = "base_model.model.model.layers.{}.self_attn.o_proj.lora_{}.weight"
+        tensors = {name.format(layer, "A"): torch.full((4, hidden), layer + 1.0) for layer in range(2)}
+        tensors |= {name.format(layer, "B"): torch.full((hidden, 4), layer + 3.0) for layer in range(2)}
+        save_file(tensors, Path(place, "adapter_model.safetensors"))
+        Path(place, "adapter_config.json").write_text(json.dumps(about))
+
+        def loaded(**more: Any) -> Any:
+            extra = json.dumps({**given, **more})
+            made = LoadConfig(load_format="penstock", model_loader_extra_config=extra)
+            one = LoRAAdapter("one", LoRAConfig(place), config.hf_config, made, None)
+            one.initialize_weights()
+            return {name: digest(tensor) for layer in one.layers for name, tensor in layer.weights.items()}
+
+        found = {
+            "expected": {name: digest(one) for name, one in tensors.items()},
+            "adapter": _caught(loaded),
+            "model": {name: digest(one) for name, one in of_model.items()},
+        }
+        _refuse_to_open()
+        found |= {"strict": _caught(loaded), "accepted": _caught(loaded, strict=False)}
+    return found | {"said": rank.lines.of_penstock()}
+
+
+def _refuse_to_open() -> None:
+    from penstock import UnsupportedError
+    from penstock.integrations import _engine
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("no such luck")
+
+    _engine.open_checkpoint = refuse
+
+
 def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]] | None = None) -> Any:
     """Loads the weights of another place than the model's: what lies in ``weights``, by each rank's ``extra``."""
     load_plugins()
@@ -289,6 +340,71 @@ def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], t
     }
 
 
+def one_version(
+    rank: Rank, folder: str, extra: dict[str, Any], folders: list[str], point: str, meeting: str, place: str
+) -> Any:
+    """A load of a model that is replaced at a point of it. Which of two versions the rank has then: 0, 1, or none.
+
+    There a file is written into the folder ``meeting``, and a rank that is to wait goes on when there is another.
+    """
+    import penstock
+    from penstock.integrations import _remote
+    from penstock.integrations._recorder import Recorder
+
+    load_plugins()
+    expected = [digests(rank.load(rank.join(one), "safetensors")) for one in folders]
+
+    def at(name: str) -> None:
+        Path(meeting, f"{name}.at.{rank.rank}").write_text("")
+
+    def hold(name: str) -> None:
+        at(name)
+        _until(Path(meeting, f"{name}.go").exists)
+
+    if point == "next":
+        hold("next")  # until its small files are there
+    config = rank.join(folder)
+    opens, run = _remote.open_checkpoint, Recorder.run
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if point == "opens" and rank.rank == 1:
+            _until(Path(meeting, "opens.go").exists)
+        found = opens(*args, **kwargs)
+        if point == "opens" and rank.rank == 0:
+            at("opens")
+        return found
+
+    def running(self: Recorder, *args: Any) -> Any:
+        at("middle")
+        return run(self, *args)
+
+    _remote.open_checkpoint, Recorder.run = opened, running
+    if point == "before":
+        hold("before")
+
+    def version(model: torch.nn.Module) -> list[int]:
+        return [number for number, one in enumerate(expected) if not different(one, digests(model))]
+
+    try:
+        model = rank.load(config, "penstock", model_loader_extra_config=json.dumps(extra))
+    except penstock.PenstockError as error:
+        return {"failed": type(error).__name__, "text": str(error)}
+    found = {"differ": expected[0] != expected[1], "version": version(model)}
+    if point == "reload":
+        hold("reload")
+        found["update"] = updater(model, config).update_weights_from_disk(place, "penstock")
+        found["reloaded"] = version(model)
+    return found
+
+
+def _until(there: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not there():
+        if time.monotonic() > limit:
+            raise TimeoutError("it did not come")
+        time.sleep(0.005)
+
+
 def updater(model: torch.nn.Module, config: ModelConfig) -> WeightUpdater:
     """SGLang's own, without the runner that it is part of."""
     return WeightUpdater(
@@ -313,10 +429,10 @@ def updates(rank: Rank, folders: list[str], times: int) -> Any:
     model = rank.load(config, "penstock")
     at, update = addresses(model), updater(model, config)
     found: dict[str, Any] = {"said": [], "different": [], "moved": [], "resident": [], "reports": []}
-    for time in range(1, times + 1):
-        good, text = update.update_weights_from_disk(folders[time % 2], "penstock")
+    for number in range(1, times + 1):
+        good, text = update.update_weights_from_disk(folders[number % 2], "penstock")
         found["said"].append([good, text])
-        found["different"] += different(expected[time % 2], digests(model))
+        found["different"] += different(expected[number % 2], digests(model))
         found["moved"] += [name for name, where in addresses(model).items() if at[name] != where]
         found["reports"] += reports()
         found["resident"].append(resident())
@@ -529,7 +645,11 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
 
 
 TASKS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (compare, fallback, outside, elsewhere, address, updates, failures, parses, drift)
+    one.__name__: one
+    for one in [
+        *(compare, fallback, outside, adapter, elsewhere, address),
+        *(one_version, updates, failures, parses, drift),
+    ]
 }
 
 

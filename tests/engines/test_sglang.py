@@ -211,6 +211,7 @@ def single(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         {"name": "parses", "do": "parses", "with": {"folder": llama}},
         {"name": "fallback", "do": "fallback", "with": {"folder": llama}},
         {"name": "outside", "do": "outside", "with": {"folder": llama}},
+        {"name": "adapter", "do": "adapter", "with": {"folder": llama, "weights": str(places["other"])}},
         {"name": "elsewhere", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["other"])}},
         {"name": "twice", "do": "elsewhere", "with": {"folder": llama, "weights": str(places["twice"])}},
         {"name": "failures", "do": "failures", "with": {"folder": llama, "broken": broken, **torn}},
@@ -326,16 +327,36 @@ def test_what_cannot_be_recorded_is_an_error_unless_the_user_accepts_sglangs_own
 
 def test_tensors_that_are_asked_for_outside_of_a_load_are_real(single: Run, places: dict[str, Path]):
     [found] = single.of("outside")
+    assert found == {name: ["Tensor", text] for name, text in _digests(places["llama"]).items()}
+
+
+def _digests(folder: Path) -> dict[str, str]:
     expected = {}
-    for path in _shards(places["llama"]):
+    for path in _shards(folder):
         whole = path.read_bytes()
         length = int.from_bytes(whole[:8], "little")
         for name, info in json.loads(whole[8 : 8 + length]).items():
             if name != "__metadata__":
                 begin, end = (8 + length + at for at in info["data_offsets"])
                 text = f"{hashlib.sha256(whole[begin:end]).hexdigest()} {tuple(info['shape'])} torch.bfloat16"
-                expected[name] = ["Tensor", text]
-    assert found == expected
+                expected[name] = text
+    return expected
+
+
+def test_an_adapter_is_loaded_from_its_own_place_where_weights_names_one_for_the_model(
+    single: Run, places: dict[str, Path]
+):
+    [found] = single.of("adapter")
+    assert found["adapter"] == {"returned": found["expected"]}
+    assert found["model"] == _digests(places["other"])
+
+
+def test_tensors_outside_of_a_load_that_penstock_refuses_are_an_error_unless_the_user_accepts_sglangs_own(single: Run):
+    [found] = single.of("adapter")
+    assert found["strict"]["type"] == "UnsupportedError"
+    assert "SGLang would load in its own way: no such luck" in found["strict"]["text"]
+    assert found["accepted"] == {"returned": found["expected"]}
+    assert found["said"] == ["penstock: loading as SGLang does: no such luck"]
 
 
 @pytest.mark.parametrize("size", ["single", "pair"])

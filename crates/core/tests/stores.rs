@@ -362,7 +362,7 @@ fn what_is_not_there_is_refused_and_every_form_of_an_address_opens() {
 fn small_files_of_a_registered_store_are_read_whole() {
     let model = Model::new(|_| {});
     let (stores, stall) = (Stores::default(), Duration::from_secs(20));
-    let names = names_in(model.address("").as_ref(), &stores, stall, || true).unwrap();
+    let names = names_in(model.address("").as_ref(), &stores, false, stall, || true).unwrap();
     assert_eq!(names, ["README.md", "model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]);
     let files = [model.address("/README.md"), model.address("/model.safetensors.index.json")];
     let found = contents(&files, 64 * KIB, &stores, stall, || true).unwrap();
@@ -372,7 +372,7 @@ fn small_files_of_a_registered_store_are_read_whole() {
     let error = contents(&files, 9, &stores, stall, || true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert_eq!(error.path(), Some(std::path::Path::new(&files[1])));
-    let error = names_in(files[0].as_ref(), &stores, stall, || true).unwrap_err();
+    let error = names_in(files[0].as_ref(), &stores, false, stall, || true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
 }
 

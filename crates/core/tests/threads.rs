@@ -4,18 +4,22 @@
 #![allow(clippy::unwrap_used)]
 
 mod checkpoints;
+mod device;
 mod web_server;
 
+use penstock::device::api::{Vendor, LIBRARY_VARIABLE};
 use penstock::error::{Error, ErrorKind, Result};
 use penstock::extent::{Route, Ticket};
 use penstock::format::{DType, FolderRequest};
 use penstock::options::{Cache, Io, Options, Order};
 use penstock::peers::{Lookout, Seat};
+use penstock::plan::request::Together;
+use penstock::plan::shares::{Party, Shares};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
-    CredentialSource, GivenCredentials, GivesCredentials, Location, Object, Objects, Secret, Store, Stores, Web,
-    WebSettings,
+    identity_of, CacheFill, CredentialSource, Files, FillState, GivenCredentials, GivesCredentials, Location, Object,
+    Objects, Secret, Store, Stores, Web, WebSettings,
 };
 use penstock::threads::{trip, untrip};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
@@ -30,6 +34,8 @@ const SIZE: usize = 3_000_017;
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 /// Tells a hang from work, on a machine that has much else to do.
 const SOON: Duration = Duration::from_secs(30);
+/// Sooner than the pauses of a request that is tried again, and than every timeout.
+const PROMPTLY: Duration = Duration::from_secs(6);
 
 /// One test at a time: a thread is tripped by its name.
 static ONE: Mutex<()> = Mutex::new(());
@@ -41,7 +47,7 @@ fn tripped<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Error {
     let begun = Instant::now();
     let error = work().err();
     untrip();
-    assert!(begun.elapsed() < SOON, "{name}: after {:?}", begun.elapsed());
+    assert!(begun.elapsed() < PROMPTLY, "{name}: after {:?}", begun.elapsed());
     let error = error.unwrap_or_else(|| panic!("{name}: all went well"));
     assert!(error.to_string().contains(name) && error.to_string().contains("on purpose"), "{name}: {error}");
     error
@@ -53,8 +59,8 @@ fn shard(folder: &Path) -> Arc<Checkpoint> {
     Arc::new(Checkpoint::open(&[path]).unwrap())
 }
 
-fn load(checkpoint: &Arc<Checkpoint>, options: Options) -> Result<()> {
-    let request = Request {
+fn request(checkpoint: &Arc<Checkpoint>, options: Options) -> Request {
+    Request {
         checkpoint: checkpoint.clone(),
         wants: Want::all(checkpoint),
         layout: None,
@@ -62,8 +68,11 @@ fn load(checkpoint: &Arc<Checkpoint>, options: Options) -> Result<()> {
         memory: Memory::Ours,
         options,
         stream: false,
-    };
-    Load::start(request)?.wait(Some(SOON)).map(drop)
+    }
+}
+
+fn load(checkpoint: &Arc<Checkpoint>, options: Options) -> Result<()> {
+    Load::start(request(checkpoint, options))?.wait(Some(SOON)).map(drop)
 }
 
 #[test]
@@ -75,6 +84,42 @@ fn threads_of_a_load() {
         assert_eq!(tripped(name, || load(&checkpoint, options())).kind(), ErrorKind::Internal, "{name}");
     }
     load(&checkpoint, options()).unwrap();
+}
+
+#[test]
+fn a_thread_that_copies() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    let json = br#"{"a":{"dtype":"U8","shape":[2000,2000],"data_offsets":[0,4000000]}}"#;
+    std::fs::write(&path, checkpoints::shard(json, 4_000_000)).unwrap();
+    let checkpoint = Arc::new(Checkpoint::open(&[path]).unwrap());
+    let columns = || {
+        let request = Request {
+            wants: vec![Want::part(0, [0..2000, 0..1000])],
+            ..request(&checkpoint, Options { cache: Cache::Keep, io: Io::Buffered, ..Options::default() })
+        };
+        Load::start(request)?.wait(Some(SOON)).map(drop)
+    };
+    assert_eq!(tripped("penstock-copy", columns).kind(), ErrorKind::Internal);
+    columns().unwrap();
+}
+
+#[test]
+fn the_thread_that_fills_the_page_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, [1; 100_000]).unwrap();
+    let fill = |expected| {
+        let fill = CacheFill::of(Files::new([(path.clone(), identity_of(&path)?)])).unwrap();
+        assert!(fill.wait(SOON), "it has not ended");
+        let status = fill.status();
+        match status.state == expected {
+            true if expected == FillState::Finished => Ok(()),
+            _ => Err(Error::new(ErrorKind::Internal, status.reason)),
+        }
+    };
+    tripped("penstock-fill", || fill(FillState::Stopped));
+    fill(FillState::Finished).unwrap();
 }
 
 #[test]
@@ -164,6 +209,21 @@ fn the_thread_of_the_connections_to_a_server() {
     assert!(read(objects).unwrap() == bytes(), "the next load is not disturbed");
 }
 
+#[test]
+fn a_thread_that_asks_for_addresses() {
+    let server = serving();
+    let at = Location::Url(server.url("/o.safetensors").replace("127.0.0.1", "localhost"));
+    let opened = || {
+        let head = Web::new(WebSettings::default()).head(&at, 8).unwrap();
+        // Another store knows none of them yet.
+        let object = Object { location: at.clone(), size: head.size, version: head.version };
+        Web::new(WebSettings::default()).objects(vec![Some(object)]).unwrap()
+    };
+    let objects = opened();
+    tripped("penstock-dns", || read(objects));
+    assert!(read(opened()).unwrap() == bytes(), "the next load is not disturbed");
+}
+
 /// Gives a token that is valid for a moment, and panics when it is asked again.
 struct Gives(AtomicUsize);
 
@@ -207,5 +267,60 @@ fn threads_that_tell_ranks_who_is_there() {
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(())
+    });
+}
+
+/// Two ranks that want everything, and what becomes of each.
+fn together(checkpoint: &Arc<Checkpoint>) -> Vec<Result<()>> {
+    let lists = [Want::all(checkpoint), Want::all(checkpoint)];
+    let shares = Arc::new(Shares::new(checkpoint, Party { lists: &lists, of_rank: &[0, 1] }).unwrap());
+    let seats = [Seat::new(HERE).unwrap(), Seat::new(HERE).unwrap()];
+    let addresses: Vec<_> = seats.iter().map(|seat| Some(seat.address().unwrap())).collect();
+    std::thread::scope(|scope| {
+        let ranks = (0..).zip(seats).map(|(rank, seat)| {
+            let (shares, addresses) = (shares.clone(), &addresses);
+            scope.spawn(move || {
+                let mesh = seat.join(rank, addresses, [7; 16], SOON, || true)?;
+                let request = request(checkpoint, Options::default());
+                Load::start_together(request, Together { shares, mesh }, || true)?.wait(Some(SOON)).map(drop)
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn the_thread_of_the_connections_to_other_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = shard(folder.path());
+    tripped("penstock-peers", || together(&checkpoint).into_iter().find(Result::is_err).unwrap_or(Ok(())));
+    together(&checkpoint).into_iter().for_each(Result::unwrap);
+}
+
+#[test]
+fn threads_of_a_gpu() {
+    // Slabs that the driver may be reading are lost to the process.
+    device::alone("threads_of_a_gpu", || {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = shard(folder.path());
+        let gpu = device::Gpu::new(Vendor::Cuda);
+        std::env::set_var(LIBRARY_VARIABLE, gpu.fake.path());
+        let load = || {
+            let request = Request { device: Where::Gpu(0), ..request(&checkpoint, Options::default()) };
+            let load = Load::start_on(request, Some(Box::new(gpu.gpu())))?;
+            load.wait(Some(SOON))?;
+            Ok(load.report())
+        };
+        // The load goes on with memory that is not pinned, and says so.
+        let pinned = tripped("penstock-gpupin", || {
+            let reason = load()?.fallbacks.into_iter().map(|fallback| fallback.reason).collect::<Vec<_>>().join("; ");
+            Err::<(), _>(Error::new(ErrorKind::Internal, reason))
+        });
+        assert_eq!(pinned.kind(), ErrorKind::Internal);
+        for name in ["penstock-gpu", "penstock-gpuwait"] {
+            assert_eq!(tripped(name, load).kind(), ErrorKind::Internal, "{name}");
+        }
+        load().unwrap();
     });
 }

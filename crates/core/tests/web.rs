@@ -116,6 +116,20 @@ fn wait(source: &dyn Source) {
     unsafe { libc::poll(&raw mut fd, 1, 1000) };
 }
 
+/// Two seconds at least, and not the two minutes of a load that is not told how long to wait.
+#[test]
+fn an_open_of_a_server_that_stays_busy_ends_after_its_own_stall_timeout() {
+    let server = serving(|_| Fault::Status(503));
+    let settings = WebSettings { pause: Duration::from_millis(1), tries: 2, ..WebSettings::default() };
+    let (stores, url) = (Stores::with(settings.into()), server.url("/o.safetensors"));
+    let begun = Instant::now();
+    let stall = Duration::from_secs(2);
+    let asked = penstock::format::FolderRequest::plain();
+    let e = Checkpoint::open_cancellable(&[url], &asked, &stores, stall, || true).unwrap_err();
+    assert_eq!((e.kind(), e.status()), (ErrorKind::Io, Some(503)), "{e}");
+    assert!((stall..Duration::from_secs(60)).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+}
+
 /// Every third request goes wrong, the next one for the same bytes does not: the bytes are right in the end.
 #[test]
 fn what_goes_wrong_once_is_asked_for_again() {

@@ -9,19 +9,20 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::ffi::OsString;
 
-/// The names of what lies directly in a folder, or under an address.
+/// The names of what lies directly in a folder, or under an address; with `folders` those of folders too.
 #[pyfunction]
-#[pyo3(signature = (place, stall_timeout = None, storage = None))]
+#[pyo3(signature = (place, stall_timeout = None, storage = None, *, folders = false))]
 pub(crate) fn names_in<'py>(
     py: Python<'py>,
     place: OsString,
     stall_timeout: Option<f64>,
     storage: Option<&Bound<'py, PyAny>>,
+    folders: bool,
 ) -> Answer<'py, Vec<OsString>> {
     answer(py, || {
         let stall = stall_timeout_of(stall_timeout)?;
         let stores = stores_of(py, storage, None)?;
-        interruptibly(py, |go_on| format::names_in(&place, &stores, stall, go_on))
+        interruptibly(py, |go_on| format::names_in(&place, &stores, folders, stall, go_on))
     })
 }
 

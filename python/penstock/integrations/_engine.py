@@ -16,7 +16,7 @@ from .._collector import collector_paused
 from .._core import Options, storage_settings
 from .._errors import InvalidError, MissingDtypeError, UnsupportedError
 from .._group import Gathering, confirm
-from .._group_stream import compare, corner
+from .._group_stream import compare, corner, leave
 from .._joined import joined
 from .._options import make_options
 from .._report import Report
@@ -150,6 +150,7 @@ class Loads:
             self._company.enter_context(joined(group, options=self.options))
             # Keys of its own: a rank that fails does not come as far as the others, and the next attempt begins anew
             self.group = corner(group)
+            self._company.callback(leave, self.group)
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]

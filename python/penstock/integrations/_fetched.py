@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,9 @@ def fetch(
         raise failed
     if checkpoint is not None:
         check_pinned(open_files(found.weights, storage, which), versions_of(checkpoint), "this start began")
-        files |= {**_headers(checkpoint), PINS: pins_of(checkpoint)}
+        headers = _headers(checkpoint)
+        files = {name: content for name, content in files.items() if not _is_left_over(name, content, headers)}
+        files |= {**headers, PINS: pins_of(checkpoint)}
     endpoint = str((storage or {}).get("endpoint", ""))
     digest = hashlib.sha256(f"{endpoint} {place}".encode()).hexdigest()[:12]
     last = re.sub(r"[^A-Za-z0-9._]+", "_", place.rstrip("/").rpartition("/")[2])[-40:]
@@ -127,12 +129,21 @@ def _place(place: str, storage: Storage | None) -> _Place:
     folder = place.rpartition("/")[0] if place.endswith((".safetensors", ".json")) else place.removesuffix("/")
 
     def names(within: str) -> list[str]:
-        return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage)
+        return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage, folders=True)
 
     def read(files: Sequence[str]) -> list[bytes]:
         return _core.contents([f"{folder}/{name}" for name in files], MOST, None, storage)
 
     return _Place(place, names, read)
+
+
+def _is_left_over(name: str, content: bytes, shards: Collection[str]) -> bool:
+    """Whether this is an index of other shards: an engine would look for those, and find nothing."""
+    if not name.endswith(".safetensors.index.json"):
+        return False
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        return not set(shards) <= set(json.loads(content)["weight_map"].values())
+    return True
 
 
 def _headers(checkpoint: Checkpoint) -> dict[str, bytes]:

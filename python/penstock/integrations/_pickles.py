@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .._errors import PenstockError, UnsupportedError
+from .._pickles import SUFFIXES, is_state
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-#: What trainers leave beside weights.
-_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 _FOUND_NONE = "any model weights"
 """What both engines say then."""
 
@@ -21,7 +19,7 @@ def _pickles_in(place: str) -> list[str]:
     names = [path.name for path in folder.iterdir() if path.name[0] != "."] if folder.is_dir() else []
     if any(name.endswith(".safetensors") for name in names):
         return []
-    return sorted(name for name in names if name.endswith(_PICKLES) and not name.startswith(_NO_WEIGHTS))
+    return sorted(name for name in names if name.endswith(SUFFIXES) and not is_state(name))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.model_loader import loader as sglang_loader
 
+from .._errors import MissingDtypeError, UnsupportedError
+from .._group_stream import corner, leave, say
 from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, Settings
@@ -93,7 +95,10 @@ def _settings(loader: Any) -> Settings | None:
 
 
 def _prepared(original: Any, loader: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """The files of one place. The model's own place is the first that a loader asks for; others are secondary."""
+    """The files of one place. The model's own place is the first that a loader asks for; others are secondary.
+
+    Where tensors are asked for that are no model's, as those of an adapter are, there is none (see `_iterated`).
+    """
     settings = _settings(loader)
     if settings is not None:
         named = model
@@ -130,6 +135,18 @@ def _iterated_by(make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tensors of one place. The other ranks hear why there are none, if they are a model's."""
+    source = args[0] if args else kwargs.get("source")
+    try:
+        return _chosen(original, loader, source, *args, **kwargs)
+    except BaseException as error:
+        is_update = "penstock_met" not in vars(loader)  # or `_started` tells them
+        if _settings(loader) is not None and is_update and getattr(source, "model_config", None) is not None:
+            _tell(error)
+        raise
+
+
+def _chosen(original: Any, loader: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """The tensors of one place: deferred if `_loaded` takes them, SGLang's own if anything else does.
 
     The files are chosen here, because an update takes an error of that for one that has changed nothing.
@@ -138,6 +155,8 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     if settings is None:
         return original(loader, *args, **kwargs)
     asked = []
+    if getattr(source, "model_config", None) is None:
+        vars(loader).setdefault("penstock_model", None)  # no model's: a place of its own
 
     def make(own: Any) -> Any:
         def iterate(files: Sequence[str], *more: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,12 +169,12 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
             def later() -> Iterator[tuple[str, torch.Tensor]]:
                 loads = _loads.get()
                 if loads is None:
-                    chosen.refuse_fallback("tensors were asked for outside of a load of weights")
-                    yield from own(files, *more, **named)
+                    yield from _outside(chosen, settings, lambda: own(files, *more, **named))
                 else:
                     vars(loader)["penstock_used"] = True
                     loads.engine, loads.strict = _ENGINE, settings.strict
                     loads.options = settings.options
+                    vars(loader)["penstock_met"] = True
                     loads.join(_ranks)
                     yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
 
@@ -166,7 +185,7 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     with _iterated_by(make):
         found = original(loader, *args, **kwargs)
     if not asked:
-        place = without_secrets(str(getattr(args[0] if args else kwargs.get("source"), "model_or_path", "its folder")))
+        place = without_secrets(str(getattr(source, "model_or_path", "its folder")))
         why = f"it has called none of {', '.join(_ITERATE)} for the files of {place}"
         not_used(
             _ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`"
@@ -175,16 +194,50 @@ def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     return found
 
 
+def _outside(chosen: Chosen, settings: Settings, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that are no load of a model's weights: of an adapter, or for a copy of experts. They are real.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+        UnsupportedError: Penstock cannot give them, and ``otherwise`` cannot read them or the user has not accepted it.
+    """
+    try:
+        checkpoint, keep = chosen.opened(None)
+        names = None if keep is None else list(filter(keep, checkpoint))
+        tensors = checkpoint.stream(names=names, framework="torch", options=settings.options)
+    except MissingDtypeError:
+        raise
+    except UnsupportedError as error:
+        chosen.refuse_fallback(str(error))
+        not_used(_ENGINE, str(error), settings.strict)
+        tensors = otherwise()
+    yield from tensors
+
+
 def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     """A model. What loads it in a way of its own, and never asks for tensors here, is noticed."""
     settings = _settings(loader)
     if settings is not None:
-        vars(loader)["penstock_used"] = False
-    model = original(loader, *args, **kwargs)
+        vars(loader)["penstock_used"] = vars(loader)["penstock_met"] = False
+    try:
+        model = original(loader, *args, **kwargs)
+    except BaseException as error:
+        if settings is not None and not vars(loader)["penstock_met"]:
+            _tell(error)
+        raise
     if settings is not None and not vars(loader)["penstock_used"]:
         vars(loader)["penstock_used"] = True
         not_used(_ENGINE, f"{type(loader).__name__} has asked for no tensors of the checkpoint", settings.strict)
     return model
+
+
+def _tell(error: BaseException) -> None:
+    """Tells the other ranks, which wait for this one or will, why it does not come to their load."""
+    with suppress(BaseException):
+        if (group := _ranks()) is not None:
+            member = corner(group)
+            say(member, error)
+            leave(member)
 
 
 def _ranks() -> Any:

@@ -21,7 +21,7 @@ from ._remote import checked_name
 logger = logging.getLogger("penstock")
 
 Names = Callable[[str], list[str]]
-"""The names of the files in a folder of the model, or in itself ("")."""
+"""The names of the files in a folder of the model, or in itself (""). Those of folders in there end with a slash."""
 Read = Callable[[Sequence[str]], list[bytes]]
 """All bytes of these files. UnsupportedError: one of them is too long."""
 
@@ -42,14 +42,17 @@ _NEEDED = re.compile(
 _MODULES = "modules.json"
 #: Of transformers: chat templates that have names.
 _TEMPLATES = "additional_chat_templates"
-#: A model with one of these has a processor, whose parts may lie in folders that are called like them.
+#: A model with one of these has a processor, whose parts may lie in folders. Nothing says what these are called: a part
+#: is what has one of the others.
 _OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-_PARTS = (
-    "qformer_tokenizer", "decoder_tokenizer", "generator_tokenizer", "question_encoder_tokenizer", "audio_tokenizer",
-    "speech_tokenizer", "text_tokenizer", "char_tokenizer", "tokenizer", "processor", "image_processor",
-    "video_processor", "audio_processor", "feature_extractor",
+_OF_PARTS = (
+    *_OF_PROCESSORS, "tokenizer_config.json", "tokenizer.json", "vocab.json", "vocab.txt",
+    "image_processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
 )  # fmt: skip
-_PART = re.compile(r"\w*(tokenizer|processor|feature_extractor)\w*")
+#: Folders of trainings have copies of all files of the model.
+_NO_PARTS = ("checkpoint-",)
+#: Folders that are looked into, at most.
+_MOST_FOLDERS = 64
 #: As transformers looks for the files that a file of Python needs.
 _IMPORT = re.compile(r"^\s*(?:from\s+(\.+)([\w.]*)\s+import\b|import\s+(\.+)([\w.]+))", re.MULTILINE)
 #: Folders of packages, at most: a file may import what is not there.
@@ -71,8 +74,9 @@ def small_files(place: str, names: Names, read: Read, code: bool) -> dict[str, b
         PenstockError: as ``names`` and ``read``.
     """
 
-    def fetched(folder: str, wanted: Callable[[str], bool]) -> dict[str, bytes]:
-        found = [name for name in names(folder) if wanted(name) and _has_a_place(name, place)]
+    def fetched(folder: str, wanted: Callable[[str], bool], there: Sequence[str] | None = None) -> dict[str, bytes]:
+        there = names(folder) if there is None else there
+        found = [name for name in there if name[-1:] != "/" and wanted(name) and _has_a_place(name, place)]
         return _read([f"{folder}/{name}" if folder else name for name in found], read, place)
 
     def is_wanted(name: str) -> bool:
@@ -85,10 +89,19 @@ def small_files(place: str, names: Names, read: Read, code: bool) -> dict[str, b
             return fetched(folder, is_wanted)
         return {}
 
-    files = fetched("", is_wanted)
-    folders = list(dict.fromkeys(_folders(files)))
+    def part(folder: str) -> dict[str, bytes]:
+        """What is in a folder, if it is of a processor."""
+        with suppress(NotFoundError):
+            there = names(folder)
+            return fetched(folder, is_wanted, there) if any(name in there for name in _OF_PARTS) else {}
+        return {}
+
+    top = names("")
+    files = fetched("", is_wanted, top)
+    known = list(dict.fromkeys(_folders(files)))
+    parts = _parts(top, files, known)
     with ThreadPoolExecutor(_ASKED_TOGETHER, "penstock-small-files") as together:
-        for more in together.map(one, folders):
+        for more in (*together.map(one, known), *together.map(part, parts)):
             files |= more
     if code:
         files |= _packages(files, lambda folder: fetched(folder, lambda name: name.endswith(_CODE)))
@@ -99,11 +112,14 @@ def _folders(files: Mapping[str, bytes]) -> Iterator[str]:
     """The folders that may have more of them."""
     yield from _modules(files.get(_MODULES, b"[]"))
     yield _TEMPLATES
-    if any(name in files for name in _OF_PROCESSORS):
-        yield from _PARTS
-        for name in _OF_PROCESSORS:
-            with suppress(ValueError, AttributeError):  # the engine will say what is wrong with it
-                yield from filter(_PART.fullmatch, json.loads(files.get(name, b"{}")).keys())
+
+
+def _parts(top: Sequence[str], files: Mapping[str, bytes], known: Sequence[str]) -> list[str]:
+    """The folders that may have parts of a processor, if there is one."""
+    if not any(name in files for name in _OF_PROCESSORS):
+        return []
+    folders = [name[:-1] for name in top if name.endswith("/") and not name.startswith((".", *_NO_PARTS))]
+    return [name for name in folders if name not in known][:_MOST_FOLDERS]
 
 
 def _modules(modules: bytes) -> list[str]:

@@ -149,7 +149,7 @@ pub(super) fn open_detached<T: Send + 'static>(
     stall: Duration,
     go_on: impl FnMut() -> bool,
 ) -> Result<T> {
-    let watch = Arc::new(Watch::default());
+    let watch = Arc::new(Watch::patient(stall));
     let at_work = watch.clone();
     let mut busy = 0;
     // While no answer is waited for, a parse takes its time.

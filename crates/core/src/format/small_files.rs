@@ -11,17 +11,25 @@ use std::time::Duration;
 /// Bytes of a local file that are read before its size is looked at.
 const FIRST_READ: u64 = 64 * 1024;
 
-/// The names of what lies directly in the folder, or under the address, `place`. `stall` and `go_on` as in
+/// The names of what lies directly in the folder, or under the address, `place`. With `folders`, those of folders in a store
+/// are among them, and end with a slash. `stall` and `go_on` as in
 /// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
 ///
 /// # Errors
 /// `Invalid` for a file, and for an address on a server that lists nothing; `NotFound`, `Permission`, `Io`, `Cancelled`,
 /// `Timeout`.
-pub fn names_in(place: &OsStr, stores: &Stores, stall: Duration, go_on: impl FnMut() -> bool) -> Result<Vec<OsString>> {
+pub fn names_in(
+    place: &OsStr,
+    stores: &Stores,
+    folders: bool,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<Vec<OsString>> {
     let origin = Origin::of(place, stores);
     let names = move |watch: &_| {
         let file = || Error::new(ErrorKind::Invalid, "this is a file, not a folder");
-        origin.names(watch).and_then(|names| names.ok_or_else(file)).map_err(|e| e.at(origin.location()))
+        let names = if folders { origin.entries(watch) } else { origin.names(watch) };
+        names.and_then(|names| names.ok_or_else(file)).map_err(|e| e.at(origin.location()))
     };
     open_detached(names, stall, go_on)
 }

@@ -72,6 +72,13 @@ impl Origin {
 
     /// The names in the folder that this is; `None` if it is a file.
     pub(crate) fn names(&self, watch: &Watch) -> Result<Option<Vec<OsString>>> {
+        let is_file = |name: &OsString| !name.as_encoded_bytes().ends_with(b"/");
+        let entries = self.entries(watch)?;
+        Ok(entries.map(|names| names.into_iter().filter(is_file).collect()))
+    }
+
+    /// The same. A store's names of folders in it are among them, and end with a slash.
+    pub(crate) fn entries(&self, watch: &Watch) -> Result<Option<Vec<OsString>>> {
         let Some(store) = &self.store else { return local_names(self.location.as_path(), watch) };
         let _asking = watch.ask(self.location.as_path());
         let listed = store.list(&self.location).map_err(|e| e.at(&self.location))?;
@@ -84,7 +91,8 @@ impl Origin {
         let name = |location: &Location| {
             let text = location.to_string();
             let name = text.strip_prefix(&folder)?;
-            (!name.is_empty() && !name.contains('/')).then(|| OsString::from(name))
+            let bare = name.strip_suffix('/').unwrap_or(name);
+            (!bare.is_empty() && !bare.contains('/')).then(|| OsString::from(name))
         };
         Ok(Some(listed.iter().filter_map(name).collect()))
     }

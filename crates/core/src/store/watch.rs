@@ -10,29 +10,43 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Bytes of headers and of an index that the caller's thread parses in one open: about 3 ms.
 const MOST_BYTES_HERE: u64 = 512 * 1024;
 
 thread_local! {
-    /// Whether the caller has given up the question that this thread asks a store, and answers that ask for patience.
+    /// What the caller wants of the question that this thread asks a store.
     static QUESTION: RefCell<Option<Caller>> = const { RefCell::new(None) };
 }
 
-type Caller = (Arc<AtomicBool>, Arc<AtomicU64>);
+#[cfg_attr(not(feature = "remote"), allow(dead_code))] // only servers ask for patience
+struct Caller {
+    given_up: Arc<AtomicBool>,
+    /// Answers that ask for patience.
+    again: Arc<AtomicU64>,
+    stall: Option<Duration>,
+}
 
 /// Whether somebody still waits for the answer to the question that this thread asks a store. A store that waits for long
 /// asks now and then, and ends with any error if nobody does.
 pub fn still_wanted() -> bool {
-    QUESTION.with_borrow(|question| question.as_ref().is_none_or(|(given_up, _)| !given_up.load(Ordering::Relaxed)))
+    QUESTION.with_borrow(|question| question.as_ref().is_none_or(|asked| !asked.given_up.load(Ordering::Relaxed)))
+}
+
+/// How long the caller of this question waits for an answer, if it has said so: a server that stays busy is asked again for
+/// so long.
+#[cfg(feature = "remote")]
+pub(super) fn stall() -> Option<Duration> {
+    QUESTION.with_borrow(|question| question.as_ref().and_then(|asked| asked.stall))
 }
 
 /// A store says that its server has answered, if `really`, and has to be asked again: it is there, and the caller goes on waiting.
 #[cfg(feature = "remote")]
 pub(super) fn answered(really: bool) {
     QUESTION.with_borrow(|question| {
-        if let Some((_, answers)) = question {
-            answers.fetch_add(u64::from(really), Ordering::Relaxed);
+        if let Some(asked) = question {
+            asked.again.fetch_add(u64::from(really), Ordering::Relaxed);
         }
     });
 }
@@ -47,6 +61,8 @@ pub(crate) struct Watch {
     /// Answers that ask for patience.
     again: Arc<AtomicU64>,
     asked: Mutex<Question>,
+    /// How long the caller waits for an answer.
+    stall: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +77,11 @@ impl Watch {
     /// For the caller's own thread: nothing may take long, and no read may wait.
     pub(crate) fn here() -> Watch {
         Watch { left: Some(AtomicU64::new(MOST_BYTES_HERE)), ..Watch::default() }
+    }
+
+    /// For threads whose caller waits so long for an answer.
+    pub(crate) fn patient(stall: Duration) -> Watch {
+        Watch { stall: Some(stall), ..Watch::default() }
     }
 
     /// Whether this is the caller's own thread.
@@ -97,7 +118,8 @@ impl Watch {
         let number = asked.next;
         asked.next += 1;
         asked.waiting.push((number, path.to_path_buf()));
-        QUESTION.set(Some((self.given_up.clone(), self.again.clone())));
+        let (given_up, again, stall) = (self.given_up.clone(), self.again.clone(), self.stall);
+        QUESTION.set(Some(Caller { given_up, again, stall }));
         Waiting { watch: self, number }
     }
 

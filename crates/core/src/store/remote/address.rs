@@ -111,6 +111,23 @@ impl Address {
         Ok(Address { server, target: escaped(&format!("{slash}{target}")) })
     }
 
+    /// Where a server says that it is now.
+    ///
+    /// # Errors
+    /// As [`redirected`](Self::redirected).
+    pub(super) fn moved(&self, to: &MovedTo) -> Result<Address> {
+        let host = match to {
+            MovedTo::Address(to) => return self.redirected(to),
+            MovedTo::Host(host) => host,
+        };
+        let server = self.redirected(&format!("//{host}/"))?.server;
+        // The host may have the bucket in its name, where the path had it.
+        let bucket = server.host.split_once('.').filter(|_| server.host != self.server.host).map(|(bucket, _)| bucket);
+        let below = bucket.and_then(|bucket| self.target.strip_prefix(&format!("/{bucket}/")));
+        let target = below.map_or_else(|| self.target.clone(), |rest| format!("/{rest}"));
+        Ok(Address { server, target })
+    }
+
     /// Where a redirect from here leads.
     ///
     /// # Errors
@@ -135,6 +152,15 @@ impl Address {
         }
         Ok(found)
     }
+}
+
+/// Where a server says that an object is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum MovedTo {
+    /// At this address, which may be relative (`Location`).
+    Address(String),
+    /// At this host, under the same path (`<Endpoint>` of S3).
+    Host(String),
 }
 
 /// What may not stand in a request as it is (controls, spaces, quotes, other letters than ASCII's), as `%XX`.
@@ -196,6 +222,18 @@ mod tests {
             assert_eq!((&*found.server.host, &*found.target), (host, target), "{to}");
         }
         assert_eq!(here.redirected("http://h/x").unwrap_err().kind(), ErrorKind::Invalid);
+        for (own, to, host, target) in [
+            ("https://b.s3.amazonaws.com/k?x", "b.s3-x.amazonaws.com", "b.s3-x.amazonaws.com", "/k?x"),
+            ("https://s3.amazonaws.com/b/k", "b.s3-x.amazonaws.com", "b.s3-x.amazonaws.com", "/k"),
+            ("https://s3.amazonaws.com/b/k", "s3-x.amazonaws.com", "s3-x.amazonaws.com", "/b/k"),
+            ("http://127.0.0.1:1/b/k", "127.0.0.1:2", "127.0.0.1", "/b/k"),
+        ] {
+            let found = Address::parse(own).unwrap().moved(&MovedTo::Host(to.into())).unwrap();
+            assert_eq!((&*found.server.host, &*found.target), (host, target), "{own} {to}");
+        }
+        for to in ["", "a b", "x@y"] {
+            assert!(here.moved(&MovedTo::Host(to.into())).is_err(), "{to}");
+        }
         assert!(!format!("{here:?}").contains("sig"));
     }
 }

@@ -1,5 +1,6 @@
 //! The head of an answer: what it says, and whether that is what was asked for.
 
+use super::address::MovedTo;
 use super::chunks;
 use super::server_error::{shortened, ServerError};
 use crate::error::{Error, ErrorKind, Result};
@@ -88,7 +89,7 @@ pub(super) enum Verdict {
     /// The object ends before the range does: its bytes up to this one may be asked for.
     Less(u64),
     /// The object is elsewhere, perhaps in a region that is named.
-    Moved { to: String, region: Option<String> },
+    Moved { to: MovedTo, region: Option<String> },
     /// It may work later.
     Again(Error, Option<Duration>),
     /// The server does not let us, or has no such object: it may be the address that has expired.
@@ -285,13 +286,13 @@ impl Answer {
             }
             416 if !seen && expected.range.start == 0 => match self.size_said() {
                 Some(size) if size < expected.range.end => Verdict::Less(size),
-                None if expected.range.end > 1 && !self.is_empty() => Verdict::Less(1),
+                None if expected.range.end > 1 => Verdict::Less(1),
                 None => Verdict::Body { length: 0, size: 0, version: self.version() },
                 Some(_) => Verdict::Failed(io(format!("the server answered {named}"))),
             },
             200 => Verdict::Failed(no_ranges()),
-            301 | 302 | 303 | 307 | 308 => match &self.location {
-                Some(to) => Verdict::Moved { to: to.clone(), region: self.region.clone() },
+            301 | 302 | 303 | 307 | 308 => match self.moved_to() {
+                Some(to) => Verdict::Moved { to, region: self.region.clone() },
                 None => self.refused(io(format!("the server redirects ({named}) and does not say where")), false),
             },
             401 | 403 => {
@@ -326,10 +327,20 @@ impl Answer {
         self.total.or_else(|| self.said.as_ref().and_then(|said| said.size))
     }
 
-    /// Whether a refused range that begins with the first byte means that there is none. What object stores call so, they say
-    /// of no other range.
-    fn is_empty(&self) -> bool {
-        self.said.as_ref().is_some_and(|said| said.code == "InvalidRange")
+    /// Whether the server has refused the first byte, and does not say how many there are.
+    pub(super) fn is_without_size(&self) -> bool {
+        self.status == 416 && self.size_said().is_none()
+    }
+
+    /// Where the object is instead. A permanent redirect may name the region of a bucket: then that is enough.
+    fn moved_to(&self) -> Option<MovedTo> {
+        if let Some(to) = &self.location {
+            return Some(MovedTo::Address(to.clone()));
+        }
+        let said = self.said.as_ref()?;
+        let has_region = self.region.is_some() || said.region.is_some();
+        let host = said.endpoint.clone().filter(|_| self.status == 307 || !has_region)?;
+        Some(MovedTo::Host(host))
     }
 
     /// What is wrong with a body that went through something on its way. Where its length is known, it is that of the range or
@@ -448,7 +459,8 @@ mod tests {
             Verdict::Body { length, size, version } => format!("{length} of {size} {version:?}"),
             Verdict::Whole { version } => format!("whole {version:?}"),
             Verdict::Less(end) => format!("less {end}"),
-            Verdict::Moved { to, region } => format!("moved {to}{}", region.unwrap_or_default()),
+            Verdict::Moved { to: MovedTo::Address(to), region } => format!("moved {to}{}", region.unwrap_or_default()),
+            Verdict::Moved { to: MovedTo::Host(to), region } => format!("host {to} {}", region.unwrap_or_default()),
             Verdict::Again(e, pause) => format!("again {:?} {pause:?}", e.kind()),
             Verdict::OtherEtag(e) => format!("other etag {:?}", e.kind()),
             Verdict::Refused(Refused { error, access, region }) => {
@@ -535,9 +547,9 @@ mod tests {
             ("0 of 0".into(), "0 of 0".into())
         );
         assert!(of(sized, 7).contains("416"), "it contradicts itself");
-        // Object stores refuse no other range, and Amazon says the size elsewhere.
+        // Amazon says the size elsewhere.
         for (more, verdict) in [
-            ("", "0 of 0"),
+            ("", "less 1"),
             ("<ActualObjectSize>0</ActualObjectSize>", "0 of 0"),
             ("<ActualObjectSize>7</ActualObjectSize>", "less 7"),
         ] {
@@ -548,6 +560,30 @@ mod tests {
                 other => format!("{other:?}"),
             };
             assert_eq!(found, verdict, "{more}");
+        }
+    }
+
+    #[test]
+    fn a_redirect_may_name_nothing_but_the_host_that_has_the_bucket() {
+        let body = |more: &str| {
+            format!("<Error><Code>Moved</Code><Bucket>b</Bucket>{more}<Endpoint>b.there</Endpoint></Error>")
+        };
+        let region = ("x-amz-bucket-region".to_owned(), b"far".to_vec());
+        for (status, fields, more, expected) in [
+            (307, vec![], "", "host b.there "),
+            (307, vec![region.clone()], "", "host b.there far"),
+            (301, vec![], "", "host b.there "),
+            // The region says it all, and signatures need it anyway.
+            (301, vec![region], "", "region far"),
+            (301, vec![], "<Region>far</Region>", "region far"),
+        ] {
+            let answer = Answer::of(status, &fields, body(more).as_bytes());
+            let found = match answer.judge(&Expected { object: None, range: 0..20 }) {
+                Verdict::Moved { to: MovedTo::Host(to), region } => format!("host {to} {}", region.unwrap_or_default()),
+                Verdict::Refused(refused) => format!("region {}", refused.region.unwrap_or_default()),
+                other => format!("{other:?}"),
+            };
+            assert_eq!(found, expected, "{status} {more}");
         }
     }
 

@@ -62,7 +62,10 @@ impl<W: Wires> Net<W> {
             while coming * LEAST_ASKED.min(self.common.settings.request_bytes) < bytes.max(1)
                 && self.make_room(&server, now)
             {
-                let Some(permit) = self.permit(now).or_else(|| self.permit_of_idle(&server, now)) else { return made };
+                let Some(permit) = self.permit(now) else {
+                    self.leave_idle(&server, now);
+                    return made;
+                };
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
@@ -75,8 +78,10 @@ impl<W: Wires> Net<W> {
                     // Its addresses come.
                     Ok(None) => break,
                     Err(e) => {
-                        let is_final =
-                            matches!(e.kind(), ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit);
+                        let is_final = matches!(
+                            e.kind(),
+                            ErrorKind::Unsupported | ErrorKind::Invalid | ErrorKind::Limit | ErrorKind::Internal
+                        );
                         self.not_connected(&server, e, is_final, now, told);
                         break;
                     }
@@ -90,26 +95,25 @@ impl<W: Wires> Net<W> {
     fn permit(&mut self, now: Instant) -> Option<Option<Permit>> {
         match &mut self.node {
             None => Some(None),
-            Some(node) => node.take(now).map(Some),
+            Some(node) => self.parting.take_spare().or_else(|| node.take(now)).map(Some),
         }
     }
 
-    /// The permit of a connection to another server on which nothing is asked: no other is free, and it gives way. One that
-    /// only waits until a request may be sent does not.
-    fn permit_of_idle(&mut self, server: &Server, now: Instant) -> Option<Option<Permit>> {
-        if !self.request_rate.may_send(now) {
-            return None;
+    /// No permit is free. A connection to another server on which nothing is asked gives way, and its permit stays here. One
+    /// that only waits until a request may be sent does not.
+    fn leave_idle(&mut self, server: &Server, now: Instant) {
+        if !self.request_rate.may_send(now) || self.parting.len() > 0 {
+            return;
         }
         let gives_way = |link: &Link<_>| link.state == LinkState::Idle && link.server != *server;
-        let (_, mut link) = self.links.take_where(gives_way)?;
-        let permit = link.permit.take();
-        self.part([link]);
-        Some(permit)
+        if let Some((_, link)) = self.links.take_where(gives_way) {
+            self.parting.leave(link, now, true, &mut self.wires);
+        }
     }
 
     /// Whether there may be one more connection, perhaps in the place of another.
     fn may_connect(&self, now: Instant) -> bool {
-        let has_room = self.links.len() < self.limit() || self.links.count(LinkState::Idle) > 0;
+        let has_room = self.links.len() + self.parting.len() < self.limit() || self.links.count(LinkState::Idle) > 0;
         has_room || self.is_stuck() || self.links.iter().any(|(_, link)| is_late(link, now))
     }
 
@@ -123,7 +127,8 @@ impl<W: Wires> Net<W> {
     /// which nothing is asked for gives way, or one that would wait for ever, or that no address answers.
     fn make_room(&mut self, server: &Server, now: Instant) -> bool {
         if self.links.len() < self.limit() {
-            return true;
+            // If not, a place will be free as soon as its server closes the connection that has it.
+            return self.links.len() + self.parting.len() < self.limit();
         }
         let is_stuck = self.is_stuck();
         let gives_way = |link: &Link<_>| match is_stuck {
@@ -131,7 +136,8 @@ impl<W: Wires> Net<W> {
             false => (link.state == LinkState::Idle && link.server != *server) || is_late(link, now),
         };
         let Some((_, link)) = self.links.take_where(gives_way) else { return false };
-        self.back(link.fetch);
+        let fetch = self.leave(link, now);
+        self.back(fetch);
         if is_stuck {
             // What holds a slab goes first, or the new connection would wait as the old one did.
             self.waiting.advance_holders();

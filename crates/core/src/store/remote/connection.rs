@@ -79,22 +79,17 @@ impl WireEnd for Connection {
         unsafe { libc::shutdown(self.fd(), libc::SHUT_WR) };
     }
 
-    fn await_end(&mut self, until: Instant) {
-        let mut part = [0u8; 4096];
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let mut polled = libc::pollfd { fd: self.fd(), events: libc::POLLIN, revents: 0 };
-            // SAFETY: one pollfd; and as many bytes of our own as the length says.
-            let got = unsafe {
-                if left.is_zero() || libc::poll(&raw mut polled, 1, left.as_millis().max(1) as i32) != 1 {
-                    return;
-                }
-                libc::recv(self.fd(), part.as_mut_ptr().cast(), part.len(), libc::MSG_DONTWAIT)
-            };
-            if got <= 0 {
-                return;
-            }
-        }
+    fn abort(&mut self) {
+        let at_once = libc::linger { l_onoff: 1, l_linger: 0 };
+        let size = size_of::<libc::linger>() as libc::socklen_t;
+        // Without it the other end hears of it as soon as it sends something.
+        // SAFETY: the option has the size that is given.
+        unsafe { libc::setsockopt(self.fd(), libc::SOL_SOCKET, libc::SO_LINGER, (&raw const at_once).cast(), size) };
+    }
+
+    fn discard(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        // What is encrypted is discarded as it is.
+        self.socket.read(into)
     }
 
     fn is_ready(&mut self) -> io::Result<bool> {

@@ -9,6 +9,7 @@ use super::refusal::refused;
 use super::request::Get;
 use super::tunnel;
 use crate::error::{Error, ErrorKind, Result};
+use crate::store::watch::stall;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService,
 };
@@ -47,7 +48,7 @@ impl Control {
     /// How long what fails with this error is asked for again, at least.
     pub(super) fn patience_with(&self, e: &Error) -> Duration {
         let settings = &self.common.settings;
-        let busy = if is_busy(e) { settings.busy } else { Duration::ZERO };
+        let busy = if is_busy(e) { stall().unwrap_or(settings.busy) } else { Duration::ZERO };
         settings.patience.unwrap_or_default().max(busy)
     }
 

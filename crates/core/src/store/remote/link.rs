@@ -231,6 +231,7 @@ impl<S: WireEnd> Link<S> {
                 for read in &mut fetch.reads {
                     read.seen(bytes, size, version.clone());
                     (read.redirects, read.renewed) = (0, 0);
+                    read.by_close = answer.is_without_size();
                 }
                 fetch.asked.end = fetch.asked.start + bytes;
                 let is_chunked = answer.is_chunked();

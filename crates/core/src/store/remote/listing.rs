@@ -43,7 +43,8 @@ pub(super) struct RedirectPlace {
     pub(super) region: Option<String>,
 }
 
-/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them.
+/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them. Those of folders
+/// end with a slash.
 type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
 /// What is under an address: itself if it is a file, or what `listed` finds of a bucket behind a prefix.
@@ -61,13 +62,14 @@ pub(super) fn list(
     }
     let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
     let names = listed(bucket, &format!("{key}{slash}"))?.map_err(|refusal| explained(refusal.error))?;
-    if names.is_empty() && slash.is_empty() {
+    let is_empty = names.iter().all(|(name, _)| name.ends_with('/'));
+    if is_empty && slash.is_empty() {
         return Err(Error::new(
             ErrorKind::NotFound,
             "the bucket or container has no object whose key begins with this",
         ));
     }
-    if names.is_empty() {
+    if is_empty {
         // An object whose name has another ending.
         return Ok(itself());
     }
@@ -77,7 +79,7 @@ pub(super) fn list(
     Ok(names.into_iter().map(found).collect())
 }
 
-/// The names that begin with `prefix` and have no further slash, or why the server does not say them. It is asked with
+/// The names that begin with `prefix` and have no further slash, except at their end, or why the server does not say them. It is asked with
 /// the credentials that there are, and with others once more if `renewed` says that there are some. Blocks.
 pub(super) fn listed<F: Finder>(
     credentials: &Arc<Credentials<F>>,
@@ -119,7 +121,12 @@ fn names(
         };
         let Page { keys, folders, next } = Page::of(&body)?;
         let had = seen.len();
-        seen.extend(folders);
+        for folder in folders {
+            let name = folder.strip_prefix(prefix).and_then(|name| name.strip_suffix('/'));
+            let name = name.filter(|name| !name.contains('/') && !["", ".", ".."].contains(name));
+            let is_new = seen.insert(folder.clone());
+            names.extend(name.filter(|_| is_new).map(|name| (format!("{name}/"), None)));
+        }
         for (key, size) in keys {
             // What these name in a folder is not in it.
             let name = key.strip_prefix(prefix).filter(|name| !name.contains('/') && !["", ".", ".."].contains(name));
@@ -167,7 +174,7 @@ fn asked(
                     }
                     Verdict::Moved { to, region } => {
                         redirects += 1;
-                        let address = get.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
+                        let address = get.address.moved(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
                         moved = Some(RedirectPlace { address, region });
                         continue;
                     }

@@ -48,7 +48,7 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
                 return again(common, &request, times, link, found);
             }
             (Verdict::Moved { to, region }, _) => {
-                let next = request.address.redirected(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
+                let next = request.address.moved(&to).map_err(|e| e.of_kind(ErrorKind::Io))?;
                 site.moved(next, region.as_deref());
             }
             (Verdict::Refused(refusal), _) => {

@@ -44,6 +44,7 @@ mod net_tests;
 mod node_budget;
 mod pace;
 mod pages;
+mod parting;
 mod proxied;
 mod proxy;
 mod queue;
@@ -103,7 +104,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
-use super::watch::{answered, still_wanted};
+use super::watch::{answered, stall, still_wanted};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, TakesSlab, Ticket};
 use crate::options::{Io, MIB};
@@ -201,6 +202,11 @@ struct Fetched {
 
 /// Asks for a range and waits for it.
 fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fetched> {
+    let patient = stall().map(|busy| {
+        let settings = WebSettings { busy, ..common.settings.clone() };
+        Arc::new(Common { settings, ..Common::clone(common) })
+    });
+    let common = patient.as_ref().unwrap_or(common);
     let located = |e: Error| e.at(&site.path);
     // Behind the memory, so that the connections go first.
     let mut bytes = vec![0; (expected.range.end - expected.range.start) as usize];

@@ -9,6 +9,7 @@ use super::links::Links;
 use super::names::Names;
 use super::node_budget::{usual_folder, NodeBudget};
 use super::pace::ConnectionPace;
+use super::parting::Parting;
 use super::queue::ReadQueue;
 use super::range_read::{BodyPlaces, RangeRead};
 use super::rate_limit::RateLimit;
@@ -48,8 +49,8 @@ const FIRST_BYTES: f64 = 8.0;
 /// Threads that share the connections of one load, at most, and the fewest connections for each.
 const MOST_THREADS: usize = 8;
 const LEAST_CONNECTIONS: usize = 8;
-/// How long a server may take to notice that a connection is closed.
-const PARTING: Duration = Duration::from_millis(250);
+/// How long the end of a load waits for servers to notice that its connections are closed, if a budget counts them.
+const FAREWELL: Duration = Duration::from_millis(250);
 /// How often it is told that a server is there which has asked for patience.
 const THERE: Duration = Duration::from_millis(300);
 /// How often connections are looked at.
@@ -97,6 +98,8 @@ pub(super) struct Net<W: Wires> {
     pub(super) request_rate: RequestRate,
     /// The budget of this node, and what of it may be used here.
     pub(super) node: Option<NodeBudget>,
+    /// Connections of that budget that were left.
+    pub(super) parting: Parting<W::Stream>,
     share_of_node: usize,
     /// When it is told next that a server is there, which has asked for patience.
     there_at: Instant,
@@ -133,6 +136,7 @@ impl<W: Wires> Net<W> {
             rate_limit,
             request_rate,
             node: None,
+            parting: Parting::default(),
             share_of_node: usize::MAX,
             there_at: now,
             look_at: now,
@@ -204,8 +208,9 @@ impl<W: Wires> Net<W> {
     /// Ends every read with this error.
     pub(super) fn give_up(&mut self, e: &Error, told: &mut Vec<Told>) {
         let mut reads: Vec<RangeRead> = self.waiting.drain().collect();
+        let now = self.wires.now();
         while let Some((_, link)) = self.links.take_where(|link| link.fetch.is_some()) {
-            reads.extend(link.fetch.into_iter().flat_map(|fetch| fetch.reads));
+            reads.extend(self.leave(link, now).into_iter().flat_map(|fetch| fetch.reads));
         }
         reads.into_iter().for_each(|read| fail(read, e.clone(), told));
     }
@@ -214,6 +219,10 @@ impl<W: Wires> Net<W> {
     pub(super) fn turn(&mut self, told: &mut Vec<Told>) -> Result<()> {
         let before = self.wires.now();
         self.share_of_node = self.node.as_mut().map_or(usize::MAX, |node| node.limit(before));
+        self.parting.expire(before);
+        if self.waiting.len() == 0 {
+            self.parting.drop_spare();
+        }
         self.waiting.resume(before);
         self.release(before, told);
         // A connection may be there at once, and lost at once.
@@ -232,7 +241,10 @@ impl<W: Wires> Net<W> {
         let now = self.wires.now();
         let mut bytes = 0;
         for &number in &numbers {
-            if let Some(link) = self.links.take(number) {
+            if self.parting.advance(number, &mut self.discard) {
+                // The places that are free now are for the first that looks.
+                self.node.iter_mut().for_each(|node| node.look_again(now));
+            } else if let Some(link) = self.links.take(number) {
                 bytes += self.advance(number, link, now, told);
             }
         }
@@ -263,7 +275,7 @@ impl<W: Wires> Net<W> {
         let sends = self.request_rate.due().filter(|due| is_later(due) && self.links.count(LinkState::Idle) > 0);
         let connects = self.node.as_ref().and_then(NodeBudget::due).filter(is_later);
         let there = self.waiting.put_off().map(|_| self.there_at);
-        let own = [look, self.rate_limit.due(), sends, connects, there].into_iter().flatten();
+        let own = [look, self.rate_limit.due(), sends, connects, there, self.parting.due()].into_iter().flatten();
         let due = self.waiting.next_due().into_iter().chain(own).min();
         let due = due.map(|due| due.saturating_duration_since(now));
         due.into_iter().chain(self.longest_wait).min()
@@ -278,13 +290,14 @@ impl<W: Wires> Net<W> {
         };
         while let Some((_, link)) = self.links.take_where(is_stalled) {
             let silent = self.common.named(&link.server);
+            let (server, got, has_other) = (link.server.clone(), link.got, link.stream.has_other());
             let text = format!("the server has sent nothing for {:.1} s ({silent})", stall.as_secs_f64());
             let e = Error::new(ErrorKind::Timeout, text);
-            match link.fetch {
-                Some(fetch) => self.again(fetch, link.got, e, None, told),
+            match self.leave(link, now) {
+                Some(fetch) => self.again(fetch, got, e, None, told),
                 // Another address is tried, or was.
-                None if link.stream.has_other() => {}
-                None => self.not_connected(&link.server, e, false, now, told),
+                None if has_other => {}
+                None => self.not_connected(&server, e, false, now, told),
             }
         }
     }
@@ -409,21 +422,22 @@ impl<W: Wires> Net<W> {
                 let gives_way = self.node.as_ref().is_some_and(|node| node.gives_way(self.waiting.len() == 0));
                 match self.links.len() < self.limit() && !(gives_way && served.is_some()) {
                     true => self.keep(number, link, told),
-                    false => self.part([link]),
+                    false => drop(self.leave(link, now)),
                 }
             }
-            Advance::Close => {}
+            Advance::Close => drop(self.leave(link, now)),
             Advance::Told(verdict) => {
                 let fetch = link.fetch.take();
-                self.part([link]);
+                self.leave(link, now);
                 if let Some(fetch) = fetch {
                     self.judged(fetch, verdict, now, told);
                 }
             }
             Advance::Failed(e) => {
                 // On a connection that was used before, it may be the rest of an earlier answer.
-                match link.fetch {
-                    Some(fetch) if link.reused => self.again(fetch, 0, e, None, told),
+                let reused = link.reused;
+                match self.leave(link, now) {
+                    Some(fetch) if reused => self.again(fetch, 0, e, None, told),
                     fetch => fail_all(fetch, &e, told),
                 }
             }
@@ -454,12 +468,10 @@ impl<W: Wires> Net<W> {
         }
     }
 
-    /// Closes connections on which nothing comes any more. In a budget of the node their places become free when the server
-    /// has closed them too: until then it has them all.
-    pub(super) fn part<const N: usize>(&self, links: [Link<W::Stream>; N]) {
-        if self.node.is_some() {
-            await_ends(links);
-        }
+    /// Closes a connection, and gives back what was asked on it. In a budget of the node its place becomes free when the server
+    /// has closed it too.
+    pub(super) fn leave(&mut self, link: Link<W::Stream>, now: Instant) -> Option<RangeRequest> {
+        self.parting.leave(link, now, false, &mut self.wires)
     }
 
     /// Takes a connection back, watched for what it waits for.
@@ -480,7 +492,7 @@ impl<W: Wires> Net<W> {
     }
 
     /// The server says something else than the bytes.
-    fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
+    pub(super) fn judged(&mut self, mut fetch: RangeRequest, verdict: Verdict, now: Instant, told: &mut Vec<Told>) {
         let verdict = self.of_proxy(&fetch, verdict);
         match verdict {
             Verdict::Body { .. } | Verdict::Whole { .. } => {}
@@ -497,7 +509,7 @@ impl<W: Wires> Net<W> {
                 }
                 let asked = first.asked.as_ref().map(|asked| &asked.address);
                 lock(&self.common.redirecting).extend(asked.map(|address| address.server.clone()));
-                match asked.map(|address| address.redirected(&to)).transpose() {
+                match asked.map(|address| address.moved(&to)).transpose() {
                     Ok(next) => {
                         next.into_iter().for_each(|next| first.site.moved(next, region.as_deref()));
                         self.back(Some(fetch));
@@ -594,19 +606,22 @@ pub(super) fn is_busy(e: &Error) -> bool {
 
 impl<W: Wires> Drop for Net<W> {
     fn drop(&mut self) {
-        if self.node.is_some() {
-            let idle = |link: &Link<_>| link.state == LinkState::Idle;
-            await_ends(std::iter::from_fn(|| self.links.take_where(idle).map(|(_, link)| link)));
+        let mut now = self.wires.now();
+        let until = now + FAREWELL;
+        while let Some((_, link)) = self.links.take_where(|link| link.permit.is_some()) {
+            self.leave(link, now);
+        }
+        let mut numbers = Vec::new();
+        while self.parting.awaits_ends() && now < until {
+            if self.wires.wait(Some(until.saturating_duration_since(now)), &mut numbers).is_err() {
+                return;
+            }
+            for number in numbers.drain(..) {
+                self.parting.advance(number, &mut self.discard);
+            }
+            now = self.wires.now();
         }
     }
-}
-
-/// Leaves these connections, and waits for a moment until the servers have left them too.
-fn await_ends<S: WireEnd>(links: impl IntoIterator<Item = Link<S>>) {
-    let mut links: Vec<Link<S>> = links.into_iter().collect();
-    links.iter_mut().for_each(|link| link.stream.leave());
-    let until = Instant::now() + PARTING;
-    links.iter_mut().for_each(|link| link.stream.await_end(until));
 }
 
 pub(super) fn fail(read: RangeRead, e: Error, told: &mut Vec<Told>) {

@@ -1,13 +1,15 @@
 //! What the connections decide, one decision at a time: on wires on which nothing comes, in a time that tests set.
 
 use super::address::{Address, Server};
-use super::answer::Expected;
+use super::answer::{Answer, Expected};
+use super::fetch::RangeRequest;
 use super::jitter::Jitter;
 use super::link::{Link, LinkState};
 use super::net::{Common, Net, MUCH};
 use super::node_budget::NodeBudget;
 use super::range_read::{RangeRead, Site};
 use super::request::Unsigned;
+use super::settings::WebSettings;
 use super::told::Told;
 use super::wires::{Watched, WireEnd, Wires};
 use crate::error::{Error, ErrorKind, Result};
@@ -20,7 +22,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-struct QuietStream;
+/// A connection on which nothing comes. Its server closes it when it is told to, after it was left.
+#[derive(Default)]
+struct QuietStream {
+    closed: Rc<Cell<bool>>,
+    aborted: Rc<Cell<bool>>,
+}
 
 impl WireEnd for QuietStream {
     fn is_ready(&mut self) -> io::Result<bool> {
@@ -41,12 +48,25 @@ impl WireEnd for QuietStream {
         false
     }
 
+    fn abort(&mut self) {
+        self.aborted.set(true);
+    }
+
+    fn discard(&mut self, _: &mut [u8]) -> io::Result<usize> {
+        if self.closed.get() {
+            Ok(0)
+        } else {
+            Err(io::ErrorKind::WouldBlock.into())
+        }
+    }
+
     unsafe fn receive(&mut self, _: &mut [libc::iovec]) -> io::Result<usize> {
         Err(io::ErrorKind::WouldBlock.into())
     }
 }
 
-struct QuietWires(Rc<Cell<Instant>>);
+/// Wires on which nothing happens, except on the connection that was watched last.
+struct QuietWires(Rc<Cell<Instant>>, Cell<Option<usize>>);
 
 impl Wires for QuietWires {
     type Stream = QuietStream;
@@ -64,20 +84,24 @@ impl Wires for QuietWires {
     }
 
     fn connect(&mut self, _: &Server) -> Result<Option<QuietStream>> {
-        Ok(Some(QuietStream))
+        Ok(Some(QuietStream::default()))
     }
 
-    fn watch(&mut self, _: &QuietStream, _: usize, _: Watched, _: Watched) -> Result<()> {
+    fn watch(&mut self, _: &QuietStream, number: usize, _: Watched, wanted: Watched) -> Result<()> {
+        self.1.set(Some(number).filter(|_| wanted == Watched::Bytes));
         Ok(())
     }
 
-    fn wait(&mut self, _: Option<Duration>, _: &mut Vec<usize>) -> Result<bool> {
+    /// Takes as long as it may.
+    fn wait(&mut self, most: Option<Duration>, numbers: &mut Vec<usize>) -> Result<bool> {
+        numbers.extend(self.1.get());
+        self.0.set(self.0.get() + most.unwrap_or_default());
         Ok(true)
     }
 }
 
 fn quiet(now: &Rc<Cell<Instant>>) -> Net<QuietWires> {
-    Net::new(QuietWires(now.clone()), Arc::new(Common::default()), Arc::default())
+    Net::new(QuietWires(now.clone(), Cell::new(None)), Arc::new(Common::default()), Arc::default())
 }
 
 fn server(host: &str) -> Server {
@@ -92,11 +116,17 @@ fn read(host: &str) -> RangeRead {
 
 /// A connection to this server on which nothing is asked, within this budget if there is one.
 fn idle(net: &mut Net<QuietWires>, host: &str, now: Instant) {
-    let permit = net.node.as_mut().map(|node| node.take(now).unwrap());
-    let mut link = Link::new(QuietStream, permit, server(host), now);
-    link.state = LinkState::Idle;
+    let link = made(net, host, now, &QuietStream::default());
     let number = net.links.room();
     net.links.put(number, link);
+}
+
+fn made(net: &mut Net<QuietWires>, host: &str, now: Instant, stream: &QuietStream) -> Link<QuietStream> {
+    let permit = net.node.as_mut().map(|node| node.take(now).unwrap());
+    let stream = QuietStream { closed: stream.closed.clone(), aborted: stream.aborted.clone() };
+    let mut link = Link::new(stream, permit, server(host), now);
+    link.state = LinkState::Idle;
+    link
 }
 
 fn folder(name: &str) -> PathBuf {
@@ -136,6 +166,11 @@ fn an_idle_connection_to_another_server_gives_its_permit_to_one_that_is_refused(
     net.node = Some(NodeBudget::join(&folder, 2, Jitter::seeded(3)).unwrap());
     idle(&mut net, "10.0.0.2", now.get());
     net.add(read("10.0.0.1"));
+    assert!(!net.connect_more(now.get(), &mut Vec::new()), "its server has not closed it yet");
+    assert!(net.patience(now.get()).is_some() && other.take(now.get()).is_none());
+    now.set(now.get() + Duration::from_secs(2));
+    net.parting.expire(now.get());
+    assert!(other.take(now.get()).is_none(), "the permit was kept");
     assert!(net.connect_more(now.get(), &mut Vec::new()));
     let servers: Vec<_> = net.links.iter().map(|(_, link)| link.server.host.clone()).collect();
     assert_eq!(servers, ["10.0.0.1"]);
@@ -159,4 +194,107 @@ fn a_body_that_begins_again_each_time_is_not_asked_for_without_end() {
         net.waiting.resume(now.get());
     }
     assert!(matches!(told[..], [Told::Done { result: Err(_), .. }]), "it is still asked for");
+}
+
+#[test]
+fn a_place_in_the_budget_is_free_when_the_server_has_closed_its_connection_and_nothing_waits_for_that() {
+    let (now, folder) = (Rc::new(Cell::new(Instant::now())), folder("parting"));
+    let begun = now.get();
+    let is_free = |other: &mut NodeBudget, at| other.take(at).is_some();
+    // The server closes it, or never does.
+    for closes in [true, false] {
+        let (mut net, stream) = (quiet(&now), QuietStream::default());
+        let mut other = NodeBudget::join(&folder, 1, Jitter::seeded(2)).unwrap();
+        net.node = Some(NodeBudget::join(&folder, 1, Jitter::seeded(3)).unwrap());
+        now.set(begun);
+        let link = made(&mut net, "10.0.0.1", begun, &stream);
+        net.leave(link, begun);
+        assert_eq!((now.get(), net.parting.len()), (begun, 1), "nobody has waited");
+        assert!(!is_free(&mut other, begun) && !stream.aborted.get());
+        net.longest_wait = Some(Duration::from_millis(50));
+        net.turn(&mut Vec::new()).unwrap();
+        assert_eq!((now.get() - begun, net.parting.len()), (Duration::from_millis(50), 1), "a turn like any other");
+        stream.closed.set(closes);
+        (net.longest_wait, net.wires.1) = (None, Cell::new(net.wires.1.get().filter(|_| closes)));
+        net.turn(&mut Vec::new()).unwrap();
+        net.turn(&mut Vec::new()).unwrap();
+        assert_eq!(net.parting.len(), 0, "closes: {closes}");
+        assert!(is_free(&mut other, now.get()));
+        drop((net, other));
+    }
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_connection_that_still_brings_something_is_ended_at_once_and_its_place_is_kept_for_a_moment() {
+    let (now, folder) = (Rc::new(Cell::new(Instant::now())), folder("abort"));
+    let (begun, stream, mut net) = (now.get(), QuietStream::default(), quiet(&now));
+    net.node = Some(NodeBudget::join(&folder, 1, Jitter::seeded(3)).unwrap());
+    let mut link = made(&mut net, "10.0.0.1", begun, &stream);
+    net.add(read("10.0.0.1"));
+    link.fetch = RangeRequest::take(&mut net.waiting, 0, 1 << 20, 0);
+    link.state = LinkState::Body;
+    assert_eq!(net.leave(link, begun).map(|fetch| fetch.reads.len()), Some(1), "what was asked is asked again");
+    assert!(stream.aborted.get());
+    assert_eq!((net.parting.len(), net.parting.awaits_ends()), (1, false));
+    net.parting.expire(begun + Duration::from_secs(1));
+    assert_eq!(net.parting.len(), 0);
+    drop(net);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// Asks for a read that fails in this way each time, until it is given up: how often it was asked for, for how long, and the
+/// pauses.
+fn given_up(settings: WebSettings, answer: &Answer) -> (u32, Duration, Vec<Duration>) {
+    let now = Rc::new(Cell::new(Instant::now()));
+    let (begun, mut told, mut pauses) = (now.get(), Vec::new(), Vec::new());
+    let mut net = quiet(&now);
+    net.common = Arc::new(Common { settings, ..Common::default() });
+    let mut first = read("10.0.0.1");
+    first.answered = true;
+    net.add(first);
+    for tries in 1.. {
+        let fetch = RangeRequest::take(&mut net.waiting, 0, 1 << 20, 0).unwrap();
+        let verdict = answer.judge(&fetch.expected());
+        net.judged(fetch, verdict, now.get(), &mut told);
+        let Some(due) = net.waiting.next_due() else { return (tries, now.get() - begun, pauses) };
+        pauses.push(due - now.get());
+        now.set(due);
+        net.waiting.resume(due);
+    }
+    unreachable!()
+}
+
+#[test]
+fn a_busy_server_is_asked_for_as_long_as_the_load_is_patient_and_another_failure_eight_times() {
+    let seconds = Duration::from_secs;
+    let slow_down = b"<Error><Code>SlowDown</Code></Error>";
+    for (status, body) in [(503, &b""[..]), (503, slow_down), (429, b"")] {
+        let answer = Answer::of(status, &[], body);
+        for (busy, patience, least) in [(3, None, 3), (3, Some(9), 9), (120, None, 120), (120, Some(9), 120)] {
+            let patience = patience.map(seconds);
+            let settings = WebSettings { busy: seconds(busy), patience, ..WebSettings::default() };
+            let (tries, took, pauses) = given_up(settings, &answer);
+            // Eight times in any case: with a short patience that takes as long.
+            assert!(tries >= 8 && took >= seconds(least), "{status} {busy} {patience:?}: {tries} in {took:?}");
+            assert!(took <= seconds(least.max(25) + 5), "{status} {busy} {patience:?}: {tries} in {took:?}");
+            assert!(pauses.iter().all(|pause| (seconds(1) / 4..=seconds(5)).contains(pause)), "{pauses:?}");
+        }
+    }
+    let broken = Answer::of(500, &[], b"");
+    let (tries, took, _) = given_up(WebSettings::default(), &broken);
+    assert!(tries == 8 && took < seconds(25), "{tries} in {took:?}");
+    let patient = WebSettings { patience: Some(seconds(60)), ..WebSettings::default() };
+    let (tries, took, _) = given_up(patient, &broken);
+    assert!(tries > 8 && (seconds(60)..seconds(66)).contains(&took), "{tries} in {took:?}");
+}
+
+#[test]
+fn pauses_are_random() {
+    // The jitter of these wires begins with the same seed each time: what differs are the pauses of one read.
+    for status in [503, 500] {
+        let (.., pauses) = given_up(WebSettings::default(), &Answer::of(status, &[], b""));
+        let distinct: std::collections::HashSet<_> = pauses.iter().collect();
+        assert_eq!(distinct.len(), pauses.len(), "{status}: {pauses:?}");
+    }
 }

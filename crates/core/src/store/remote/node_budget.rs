@@ -173,6 +173,11 @@ impl NodeBudget {
         self.retry
     }
 
+    /// A connection of this process is free. Where they take turns, another one finds it first.
+    pub(super) fn look_again(&mut self, now: Instant) {
+        self.retry = self.crowded.then(|| now + self.jitter.between(RETRY.1, RETRY.1 * 2));
+    }
+
     /// Takes a connection of the budget, if one is free.
     pub(super) fn take(&mut self, now: Instant) -> Option<Permit> {
         if self.retry.is_some_and(|retry| now < retry) {
@@ -286,7 +291,14 @@ mod tests {
             assert_eq!(one.limit(now), 1);
             assert!(one.gives_way(false));
         }
-        let taken: Vec<_> = all.iter_mut().filter_map(|one| one.take(now)).collect();
+        let mut taken: Vec<_> = all.iter_mut().filter_map(|one| one.take(now)).collect();
+        assert_eq!(taken.len(), 2);
+        // The first gives its connection back, and each of the others may have it before it does.
+        taken.remove(0);
+        all[0].look_again(now);
+        let later = now + RETRY.1;
+        assert!(all[0].take(later).is_none());
+        taken.extend(all[4].take(later));
         assert_eq!(taken.len(), 2);
         drop((taken, all));
         std::fs::remove_dir_all(folder).unwrap();

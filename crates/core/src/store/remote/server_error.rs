@@ -8,6 +8,8 @@ pub(super) struct ServerError {
     pub(super) code: String,
     pub(super) message: String,
     pub(super) region: Option<String>,
+    /// The host that has the bucket.
+    pub(super) endpoint: Option<String>,
     /// Bytes of the object, of which a range was asked for that it does not have.
     pub(super) size: Option<u64>,
 }
@@ -42,7 +44,8 @@ impl ServerError {
         match of("Code") {
             Some(code) => {
                 let size = of("ActualObjectSize").and_then(|text| text.trim().parse().ok());
-                Some(ServerError { code, message, region: of("Region"), size })
+                let endpoint = of("Endpoint").filter(|host| !host.is_empty());
+                Some(ServerError { code, message, region: of("Region"), endpoint, size })
             }
             None => Some(ServerError { message: plain(&text)?, ..ServerError::default() }),
         }

@@ -57,7 +57,8 @@ impl<W: Wires> Net<W> {
         while self.links.len() > self.limit() {
             let Some((_, link)) = self.links.take_where(is_late) else { return };
             self.counts.moved.add(1);
-            self.back(link.fetch);
+            let fetch = self.leave(link, now);
+            self.back(fetch);
         }
     }
 
@@ -85,7 +86,8 @@ impl<W: Wires> Net<W> {
             self.stragglers += u64::from(!is_queued(&link));
             link.fetch.iter_mut().flat_map(|fetch| &mut fetch.reads).for_each(|read| read.moves += 1);
             self.counts.moved.add(1);
-            self.back(link.fetch);
+            let fetch = self.leave(link, now);
+            self.back(fetch);
         }
     }
 

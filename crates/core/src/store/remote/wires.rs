@@ -40,9 +40,13 @@ pub(super) trait WireEnd {
     /// Says that no more will be asked on it. What comes then is of no interest.
     fn leave(&mut self) {}
 
-    /// Waits until the other end has left too, until then at most.
-    fn await_end(&mut self, until: Instant) {
-        let _ = until;
+    /// Has the other end hear at once that the connection is gone, whatever it still sends. It is of no use then.
+    fn abort(&mut self) {}
+
+    /// Discards bytes of a connection that was left, without waiting, and says how many: 0 if the other end has left too.
+    fn discard(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let _ = into;
+        Ok(0)
     }
 
     /// Receives into these places in turn, at most what is there. 0 bytes are the end of the connection; an error of kind
