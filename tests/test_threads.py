@@ -11,6 +11,7 @@ CORE = Path(__file__).parents[1] / "crates/core"
 
 #: By the name of the thread: the file that starts it, and where a panic is put to the test.
 THREADS = {
+    "penstock-ahead": ("store/ahead/crew.rs", "src/store/ahead/tests.rs"),
     "penstock-ask": ("detached.rs", "tests/threads.rs"),
     "penstock-copy": ("device/cpu.rs", "src/device/cpu.rs"),
     "penstock-dns": ("store/remote/names.rs", "src/store/remote/names.rs"),

@@ -80,8 +80,9 @@ class Framework:
         raise NotImplementedError
 
     def of_capsules(self) -> tuple[dict[str, tuple[int, int, int]], Callable[[object], Any]] | None:
-        """The dtypes whose tensors on the CPU are DLPack capsules taken as they are, and what takes one; None: `adapter`
-        makes all tensors."""
+        """The dtypes whose tensors on the CPU are DLPack capsules taken as they are, and what takes one.
+
+        None: `adapter` makes all tensors."""
         return None
 
     def indexing(self, info: TensorInfo) -> Indexing:

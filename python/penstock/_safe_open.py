@@ -44,6 +44,9 @@ _AHEAD_BYTES, _AHEAD_TENSORS = 256 << 20, 4096
 """What one load then maps at most. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
 process may have 65,530."""
 
+_FEW_PARTS = 64
+"""Parts of a slice that are read one after the other. More of them are worth a load."""
+
 _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"copy": True}}
 
 
@@ -257,11 +260,15 @@ class safe_open:
         """Parts of the tensor called ``name``, joined."""
         core = self._checkpoint._core
         number, count = core.index(name), len(planned.parts)
-        if count == 1 and self._device.is_cpu:
-            region = planned.parts[0]
-            tensor = self._single.tensor(number, name, dtype, region, self._sliced_by, self._made_by.slices)
-            if tensor is not None:
-                return tensor
+        if count <= _FEW_PARTS and self._device.is_cpu:
+            made = []
+            for region in planned.parts:
+                part = self._single.tensor(number, name, dtype, region, self._sliced_by, self._made_by.slices)
+                if part is None:
+                    break
+                made.append(part)
+            else:
+                return made[0] if count == 1 else self._sliced_by.joined(made, planned.axis)
         names = [name] if count == 1 else [f"{name} (part {part})" for part in range(count)]
         selection = Selection(core, names, [number] * count, list(planned.parts))
         adapter = self._made_by.slices(selection, self._device)
@@ -274,8 +281,8 @@ class safe_open:
         if self._device.is_cpu:
             core = self._checkpoint._core
             number = core.index(name)
-            _, dtype, _, file, _, _ = core.info(number)
-            if not self._reads_ahead or self._single.is_distant(file):
+            _, dtype, _, shard, _, _ = core.info(number)
+            if not self._reads_ahead or self._single.is_distant(shard):
                 tensor = self._single.tensor(number, name, dtype, None, self._made_by, self._adapter)
                 if tensor is not None:
                     return tensor

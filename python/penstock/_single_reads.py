@@ -17,8 +17,17 @@ def _stop_reading_ahead() -> None:
     _core.stop_reading_ahead(0.2)
 
 
+_forks = 0
+"""Forks that led to this process. `os.getpid` is a system call."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
 # A thread that runs during a fork makes Python warn, and the child has none
-os.register_at_fork(before=_stop_reading_ahead)
+os.register_at_fork(before=_stop_reading_ahead, after_in_child=_count_fork)
 
 
 class _Found:
@@ -52,11 +61,11 @@ class SingleReads:
     @property
     def _own(self) -> _core.Reader:
         """The reader of this process: a forked child leaves its parent's alone."""
-        if self._reader is None or self._reader[0] != os.getpid():
+        if self._reader is None or self._reader[0] != _forks:
             reader = _core.Reader(self._core, self._options)
             if self._released:
                 reader.release()
-            self._reader = os.getpid(), reader
+            self._reader = _forks, reader
         return self._reader[1]
 
     @property
@@ -92,5 +101,5 @@ class SingleReads:
     def release(self) -> None:
         """Lets go of what was read ahead, and closes the files. What is asked for later is read without either."""
         self._released = True
-        if self._reader is not None and self._reader[0] == os.getpid():
+        if self._reader is not None and self._reader[0] == _forks:
             self._reader[1].release()

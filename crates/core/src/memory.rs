@@ -339,21 +339,21 @@ fn time_by(clock: libc::clockid_t) -> Duration {
 }
 
 /// CPU memory of one view alone: of the heap, or a mapping where it is large.
-pub(crate) struct Single {
+pub(crate) struct Buffer {
     at: *mut u8,
     len: usize,
     mapped: Option<Anonymous>,
 }
 
 // SAFETY: as for `Anonymous`.
-unsafe impl Send for Single {}
+unsafe impl Send for Buffer {}
 // SAFETY: as for `Anonymous`.
-unsafe impl Sync for Single {}
+unsafe impl Sync for Buffer {}
 
 /// Smaller memory is of the heap. A mapping costs two system calls, and a process may have 65,530.
 const LEAST_MAPPED: u64 = HUGE_PAGE;
 
-impl Single {
+impl Buffer {
     /// Memory of `len` bytes, with nothing in it yet. Aligned to 64 bytes.
     pub(crate) fn new(len: u64) -> Result<Self> {
         if len >= LEAST_MAPPED {
@@ -383,12 +383,12 @@ impl Single {
     /// The view of all of it: `nbytes` bytes.
     pub(crate) fn view(self: &Arc<Self>, nbytes: u64) -> View {
         debug_assert!(nbytes as usize <= self.len);
-        let block = Block { address: self.at as u64, owner: Owner::Single(self.clone()) };
+        let block = Block { address: self.at as u64, owner: Owner::Buffer(self.clone()) };
         block.view(0, nbytes)
     }
 }
 
-impl Drop for Single {
+impl Drop for Buffer {
     fn drop(&mut self) {
         if self.mapped.is_none() {
             // SAFETY: allocated in `new` with this layout, and nobody holds it any more.
@@ -412,7 +412,7 @@ enum Owner {
     /// Memory of the caller, or a device allocation: alive as long as this is.
     Held(Arc<dyn Any + Send + Sync>),
     /// Memory of one view alone.
-    Single(Arc<Single>),
+    Buffer(Arc<Buffer>),
 }
 
 impl Block {
@@ -443,7 +443,7 @@ impl Block {
         match &self.owner {
             Owner::Mapping(mapping) => mapping.block_complete(),
             Owner::Arena(arena, _) => arena.block_complete(),
-            Owner::Held(_) | Owner::Single(_) => {}
+            Owner::Held(_) | Owner::Buffer(_) => {}
         }
     }
 
@@ -460,7 +460,7 @@ impl Block {
             Owner::Mapping(m) => m.clone(),
             Owner::Arena(a, _) => a.clone(),
             Owner::Held(h) => h.clone(),
-            Owner::Single(s) => s.clone(),
+            Owner::Buffer(s) => s.clone(),
         }
     }
 

@@ -287,10 +287,7 @@ impl Load {
     fn views<'py>(&self, py: Python<'py>, wants: Listed<u32>) -> Answer<'py, Vec<View>> {
         answer(py, || {
             let views = self.core.views(&wants.0).map_err(|e| raise(py, &e))?;
-            Ok(views
-                .into_iter()
-                .map(|view| View::new(view, self.device))
-                .collect::<Vec<_>>())
+            Ok(views.into_iter().map(|view| View::new(view, self.device)).collect::<Vec<_>>())
         })
     }
 }

@@ -40,6 +40,8 @@ pub(crate) fn want_of(core: &penstock::Checkpoint, tensor: u32, region: Region) 
     }
     Ok(match region {
         None => Want::whole(tensor),
-        Some(region) => Want::part(tensor, region.0.into_iter().map(|(start, end, step)| AxisSlice { start, end, step })),
+        Some(region) => {
+            Want::part(tensor, region.0.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }))
+        }
     })
 }

@@ -8,12 +8,14 @@
 use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
-use crate::memory::{Single, View};
+use crate::memory::{Buffer, View};
 use crate::options::{Cache, Io, Options, MIB};
 use crate::plan::want::{Runs, Want};
-use crate::store::{Ahead, FsKind, Kept, Part};
+use crate::store::{Ahead, FileRange, FsKind, Kept};
+use crate::sync::Mutex;
 use std::mem::ManuallyDrop;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, TryLockError};
+use std::time::Duration;
 
 /// Most bytes of blocks that are kept for one handle, if its window is larger.
 const MOST_HELD: u64 = 256 * MIB;
@@ -22,18 +24,29 @@ const MOST_COPIED: u64 = MIB;
 /// Ranges of a file that such a part may have, and calls that they take. A load is as good for more of them.
 const MOST_RANGES: u64 = 512;
 
+/// How often a thread looks whether another one has opened a file.
+const MOMENT: Duration = Duration::from_micros(500);
+
 /// Reads tensors of a checkpoint one at a time. Threads may share it; a forked child makes its own.
 pub struct Reader {
     checkpoint: Arc<Checkpoint>,
     options: Options,
     pid: u32,
-    files: Option<ManuallyDrop<Open>>,
+    files: Option<ManuallyDrop<ReaderFiles>>,
 }
 
-struct Open {
+struct ReaderFiles {
     kept: Arc<Kept>,
     ahead: Ahead,
-    kinds: Vec<OnceLock<FsKind>>,
+    kinds: Vec<FileKind>,
+}
+
+/// What kind of storage a file is on, when it was opened.
+#[derive(Default)]
+struct FileKind {
+    known: OnceLock<FsKind>,
+    /// A thread opens it.
+    opening: Mutex<()>,
 }
 
 impl Reader {
@@ -45,11 +58,11 @@ impl Reader {
             && options.copy != Some(false)
             && options.trace.is_empty();
         let files = checkpoint.local_files().ok().filter(|_| plain).map(|files| {
-            let kinds = (0..files.len()).map(|_| OnceLock::new()).collect();
+            let kinds = (0..files.len()).map(|_| FileKind::default()).collect();
             let kept = Arc::new(Kept::new(files));
             let most = options.window.min(MOST_HELD);
             let ahead = Ahead::new(kept.clone(), most, options.threads, options.stall_timeout);
-            ManuallyDrop::new(Open { kept, ahead, kinds })
+            ManuallyDrop::new(ReaderFiles { kept, ahead, kinds })
         });
         Reader { checkpoint, options, pid: std::process::id(), files }
     }
@@ -94,11 +107,12 @@ impl Reader {
     /// Those of reading, `Changed` if the file is no longer the one that was opened, `Timeout`, and `Cancelled` if `go_on`
     /// says no.
     pub fn read(&self, want: &Want, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<Option<View>> {
-        let Some(open) = self.usable() else { return Ok(None) };
+        let Some(open) = self.files.as_deref() else { return Ok(None) };
         let runs = Runs::of(&self.checkpoint, want)?;
         let info = self.checkpoint.tensor(want.tensor);
         let (file, nbytes) = (info.file, runs.nbytes());
         let memory = match self.kind(open, file, go_on)? {
+            FsKind::Network if self.usable().is_none() => None,
             FsKind::Network => {
                 let found = &self.checkpoint.files()[file as usize];
                 let data = found.data_start..found.size;
@@ -113,9 +127,9 @@ impl Reader {
     }
 
     /// One copy out of the page cache; `None` if not all of it is there.
-    fn copy(&self, open: &Open, file: u32, runs: &Runs) -> Result<Option<Arc<Single>>> {
+    fn copy(&self, open: &ReaderFiles, file: u32, runs: &Runs) -> Result<Option<Arc<Buffer>>> {
         let (nbytes, gap) = (runs.nbytes(), self.options.least_gap());
-        let memory = Arc::new(Single::new(nbytes)?);
+        let memory = Arc::new(Buffer::new(nbytes)?);
         if nbytes == 0 {
             return Ok(Some(memory));
         }
@@ -127,9 +141,27 @@ impl Reader {
         Ok(open.kept.copy(file, runs.start, (runs.count(), runs.len, apart), memory.at())?.then_some(memory))
     }
 
-    fn kind(&self, open: &Open, file: u32, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<FsKind> {
+    fn kind(&self, open: &ReaderFiles, file: u32, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<FsKind> {
         let place = open.kinds.get(file as usize).ok_or_else(|| Error::new(ErrorKind::Internal, "no such file"))?;
-        if let Some(known) = place.get() {
+        // One thread opens it. Its wait has an end, and so have those of the others.
+        let _opening = loop {
+            if let Some(known) = place.known.get() {
+                return Ok(*known);
+            }
+            if self.usable().is_none() {
+                return Ok(FsKind::Remote); // no file of this process
+            }
+            match place.opening.try_lock() {
+                Ok(opening) => break opening,
+                Err(TryLockError::Poisoned(opening)) => break opening.into_inner(),
+                Err(TryLockError::WouldBlock) => {}
+            }
+            if !go_on() {
+                return Err(Error::new(ErrorKind::Cancelled, "the read was cancelled"));
+            }
+            std::thread::sleep(MOMENT);
+        };
+        if let Some(known) = place.known.get() {
             return Ok(*known);
         }
         let (kept, asking) = (open.kept.clone(), open.kept.clone());
@@ -147,11 +179,11 @@ impl Reader {
                 Some(_) => e,
             })?
         };
-        Ok(*place.get_or_init(|| found))
+        Ok(*place.known.get_or_init(|| found))
     }
 
     /// A forked child has none of the threads, and one of them may have held a lock.
-    fn usable(&self) -> Option<&Open> {
+    fn usable(&self) -> Option<&ReaderFiles> {
         self.files.as_deref().filter(|_| self.pid == std::process::id())
     }
 }
@@ -168,6 +200,6 @@ impl Drop for Reader {
 }
 
 /// The runs as parts.
-fn parts(runs: &Runs) -> impl Iterator<Item = Part> + Clone + '_ {
-    (0..runs.count()).map(|number| Part { offset: runs.offset(number), len: runs.len, to: number * runs.len })
+fn parts(runs: &Runs) -> impl Iterator<Item = FileRange> + Clone + '_ {
+    (0..runs.count()).map(|number| FileRange { offset: runs.offset(number), len: runs.len, to: number * runs.len })
 }

@@ -16,12 +16,12 @@ pub(crate) const MOST_KEPT: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Kept {
     files: Arc<Files>,
-    uses: Vec<Arc<Use>>,
+    uses: Vec<Arc<LastUse>>,
 }
 
 /// When a file was read from.
 #[derive(Debug, Default)]
-struct Use {
+struct LastUse {
     /// It is in the list of the process.
     listed: AtomicBool,
     /// The kernel knows that it is read in long stretches.
@@ -30,13 +30,13 @@ struct Use {
 }
 
 #[derive(Debug)]
-struct Listed {
+struct KeptFile {
     files: Weak<Files>,
     file: u32,
-    used: Arc<Use>,
+    used: Arc<LastUse>,
 }
 
-static KEPT: PerProcess<Mutex<Vec<Listed>>> = PerProcess::new();
+static KEPT: PerProcess<Mutex<Vec<KeptFile>>> = PerProcess::new();
 static CLOCK: AtomicU64 = AtomicU64::new(0);
 
 impl Kept {
@@ -75,7 +75,7 @@ impl Kept {
             used.advised.store(false, Ordering::Relaxed);
             let mut kept = lock(KEPT.get());
             kept.retain(|one| one.files.strong_count() > 0 && one.used.listed.load(Ordering::Relaxed));
-            kept.push(Listed { files: Arc::downgrade(&self.files), file, used: used.clone() });
+            kept.push(KeptFile { files: Arc::downgrade(&self.files), file, used: used.clone() });
             while kept.len() > MOST_KEPT && close_least_recent(&mut kept) {}
         }
         if stretches && !used.advised.swap(true, Ordering::Relaxed) {
@@ -90,7 +90,13 @@ impl Kept {
     ///
     /// # Errors
     /// Those of opening; `Changed`.
-    pub(crate) fn copy(&self, file: u32, start: u64, (count, len, apart): (u64, u64, u64), to: *mut u8) -> Result<bool> {
+    pub(crate) fn copy(
+        &self,
+        file: u32,
+        start: u64,
+        (count, len, apart): (u64, u64, u64),
+        to: *mut u8,
+    ) -> Result<bool> {
         let fd = self.open(file)?;
         let mut between = vec![0u8; if count > 1 { apart as usize } else { 0 }];
         let mut places = Vec::with_capacity(2 * count as usize);
@@ -127,8 +133,8 @@ impl Kept {
 }
 
 /// Closes the descriptor that was used least recently. Whether there was one.
-fn close_least_recent(kept: &mut Vec<Listed>) -> bool {
-    let last = |one: &Listed| one.used.last.load(Ordering::Relaxed);
+fn close_least_recent(kept: &mut Vec<KeptFile>) -> bool {
+    let last = |one: &KeptFile| one.used.last.load(Ordering::Relaxed);
     let Some(at) = (0..kept.len()).min_by_key(|at| last(&kept[*at])) else { return false };
     let one = kept.swap_remove(at);
     one.used.listed.store(false, Ordering::Relaxed);

@@ -30,7 +30,7 @@ mod version;
 mod watch;
 
 pub use ahead::stop_reading_ahead;
-pub(crate) use ahead::{Ahead, Part};
+pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};

@@ -1,10 +1,16 @@
 //! Any file will do: this reads what it is told to, wherever that is.
 
+use super::blocks::BLOCK;
+use super::crew::FRESH_READ;
+use super::queues::FRESH_BYTES;
 use super::*;
+use crate::error::ErrorKind;
+use crate::options::MIB;
 use crate::store::Files;
 use crate::threads::{trip, untrip};
 use std::os::unix::fs::FileExt;
-use std::sync::{RwLock, RwLockReadGuard};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard};
+use std::time::Instant;
 
 const STALL: Duration = Duration::from_secs(20);
 
@@ -37,11 +43,11 @@ impl Made {
     fn get(&self, parts: &[Range<u64>]) -> Result<Option<Vec<u8>>> {
         let nbytes = parts.iter().map(|part| part.end - part.start).sum();
         let mut to = 0;
-        let parts: Vec<Part> = parts
+        let parts: Vec<FileRange> = parts
             .iter()
             .map(|part| {
                 to += part.end - part.start;
-                Part { offset: part.start, len: part.end - part.start, to: to - (part.end - part.start) }
+                FileRange { offset: part.start, len: part.end - part.start, to: to - (part.end - part.start) }
             })
             .collect();
         let data = 0..self.bytes.len() as u64;
@@ -190,7 +196,7 @@ fn a_caller_that_gives_up_is_let_go() {
     let hang = lock(&made.ahead.0.state);
     let outcome = std::thread::scope(|scope| {
         let asked = scope.spawn(|| {
-            let part = Part { offset: 0, len: 10, to: 0 };
+            let part = FileRange { offset: 0, len: 10, to: 0 };
             made.ahead.fetch(0, std::iter::once(part), 10, 0..4 * MIB, &mut || false).map(|found| found.is_some())
         });
         drop(hang);

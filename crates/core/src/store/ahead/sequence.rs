@@ -12,14 +12,14 @@ const SURE: i32 = 4;
 
 /// Where to read ahead: what lies behind a request, or before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
+pub(super) enum Toward {
     Up,
     Down,
 }
 
 /// The order of requests for one file.
 #[derive(Debug, Default)]
-pub(super) struct Order {
+pub(super) struct Sequence {
     /// What was asked for since requests follow each other; `None`: nothing yet.
     stretch: Option<Range<u64>>,
     /// Requests that made it longer upwards minus those that made it longer downwards, `SURE` at most either way.
@@ -27,38 +27,38 @@ pub(super) struct Order {
     /// A part of the stretches before it, in bytes.
     before: u64,
     /// What was read ahead last goes up to here.
-    edge: Option<(Direction, u64)>,
+    edge: Option<(Toward, u64)>,
 }
 
-impl Order {
+impl Sequence {
     /// The bytes that are read ahead now that `wanted` is asked for, at most `most` of them; `data` is where the tensors of the
     /// file begin. The result may go past the file.
-    pub(super) fn asked(&mut self, wanted: Range<u64>, data: u64, most: u64) -> Option<(Direction, Range<u64>)> {
+    pub(super) fn asked(&mut self, wanted: Range<u64>, data: u64, most: u64) -> Option<(Toward, Range<u64>)> {
         let stretch = self.follow(wanted, data);
         let direction = match self.trend {
-            1.. => Direction::Up,
+            1.. => Toward::Up,
             0 => return None,
-            _ => Direction::Down,
+            _ => Toward::Down,
         };
         // Twice of what was asked for in this order: what is read in vain is in proportion to what was of use.
         let ahead = (2 * (self.before + stretch.end - stretch.start)).max(FIRST).min(most);
         let edge = self.edge.filter(|(way, _)| *way == direction).map(|(_, edge)| edge);
         let range = match direction {
-            Direction::Up => {
+            Toward::Up => {
                 let until = stretch.end + ahead;
                 edge.filter(|edge| (stretch.end..=until).contains(edge)).unwrap_or(stretch.end)..until
             }
-            Direction::Down => {
+            Toward::Down => {
                 let until = stretch.start.saturating_sub(ahead);
                 until..edge.filter(|edge| (until..=stretch.start).contains(edge)).unwrap_or(stretch.start)
             }
         };
         // Half of it at once, and not a little with each request.
-        let is_last = direction == Direction::Down && range.start == 0;
+        let is_last = direction == Toward::Down && range.start == 0;
         if range.is_empty() || (range.end - range.start < ahead / 2 && !is_last) {
             return None;
         }
-        self.edge = Some((direction, if direction == Direction::Up { range.end } else { range.start }));
+        self.edge = Some((direction, if direction == Toward::Up { range.end } else { range.start }));
         Some((direction, range))
     }
 
@@ -102,7 +102,7 @@ mod tests {
     const MOST: u64 = 32 << 20;
 
     /// Asks for these parts, and gives what was read ahead last.
-    fn asked(order: &mut Order, parts: impl IntoIterator<Item = Range<u64>>) -> Vec<(Direction, Range<u64>)> {
+    fn asked(order: &mut Sequence, parts: impl IntoIterator<Item = Range<u64>>) -> Vec<(Toward, Range<u64>)> {
         parts.into_iter().filter_map(|part| order.asked(part, 0, MOST)).collect()
     }
 
@@ -112,9 +112,9 @@ mod tests {
 
     #[test]
     fn what_follows_is_read_ahead_in_growing_steps_each_once() {
-        let mut order = Order::default();
+        let mut order = Sequence::default();
         let found = asked(&mut order, (0..1000).map(step));
-        assert!(found.iter().all(|(direction, _)| *direction == Direction::Up));
+        assert!(found.iter().all(|(direction, _)| *direction == Toward::Up));
         for (before, after) in found.iter().zip(&found[1..]) {
             assert_eq!(before.1.end, after.1.start);
         }
@@ -124,9 +124,9 @@ mod tests {
 
     #[test]
     fn backwards_too() {
-        let mut order = Order::default();
+        let mut order = Sequence::default();
         let found = asked(&mut order, (0..400).rev().map(step));
-        assert!(found.iter().all(|(direction, _)| *direction == Direction::Down));
+        assert!(found.iter().all(|(direction, _)| *direction == Toward::Down));
         for (before, after) in found.iter().zip(&found[1..]) {
             assert_eq!(before.1.start, after.1.end);
         }
@@ -135,23 +135,23 @@ mod tests {
 
     #[test]
     fn neighbours_out_of_order_do_not_turn_it_round() {
-        let mut order = Order::default();
+        let mut order = Sequence::default();
         let pairs = (0..200).flat_map(|pair| [step(2 * pair + 1), step(2 * pair)]);
         let found = asked(&mut order, pairs);
-        assert!(found[1..].iter().all(|(direction, _)| *direction == Direction::Up));
+        assert!(found[1..].iter().all(|(direction, _)| *direction == Toward::Up));
         assert!((3..30).contains(&found.len()), "{}", found.len());
     }
 
     #[test]
     fn without_an_order_nothing_is_read_ahead() {
-        let mut order = Order::default();
+        let mut order = Sequence::default();
         let far = (0..500).map(|number| step((number * 1237) % 5000 + 1));
         assert_eq!(asked(&mut order, far).len(), 0);
     }
 
     #[test]
     fn a_second_pass_is_read_ahead_as_the_first_one() {
-        let mut order = Order::default();
+        let mut order = Sequence::default();
         asked(&mut order, (0..200).map(step));
         let again = asked(&mut order, (0..200).map(step));
         assert_eq!(again[0].1.start, step(0).end);
@@ -160,11 +160,11 @@ mod tests {
 
     #[test]
     fn after_a_jump_what_follows_there_is_read_ahead() {
-        let mut order = Order::default();
+        let mut order = Sequence::default();
         asked(&mut order, (0..100).map(step));
         assert_eq!(asked(&mut order, [step(5000)]), []);
         let (direction, range) = asked(&mut order, [step(5001)]).remove(0);
-        assert_eq!((direction, range.start), (Direction::Up, step(5001).end));
+        assert_eq!((direction, range.start), (Toward::Up, step(5001).end));
         // More than at first: the stretch before it was long.
         assert!(range.end - range.start > FIRST);
     }
