@@ -41,7 +41,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
 .PHONY: test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
 
 help:
@@ -61,6 +61,7 @@ help:
 	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
 	@echo "make drives  ranks that load together from four drives, beside plain readers, in QEMU (20 minutes; as root)"
 	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
+	@echo "make bench-one-by-one  tensors and slices one at a time, over FUSE and out of the page cache, beside safetensors (two minutes; as root)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
@@ -165,6 +166,10 @@ bench-web: peers netbench
 FOLDER ?= $(CURDIR)/.bench/saved
 bench-save: peers
 	$(BENCH_VENV)/bin/python benches/save.py $(FOLDER) --json .bench/save.json $(BENCH)
+
+# Tensors and slices asked for one at a time, over FUSE (as root) and out of the page cache, beside safetensors.
+bench-one-by-one: develop
+	$(RUN) benches/one_by_one.py --json .bench/one_by_one.json $(BENCH)
 
 # What the command line prints, into docs/cli.md
 screens: develop

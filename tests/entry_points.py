@@ -92,6 +92,9 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     def saving() -> Save:
         return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
 
+    def reader() -> _core.Reader:
+        return _core.Reader(checkpoint(), Options())
+
     path = str(file)
     measured = {"engine": "threads", "threads": 2, "depth": 2, "block": 4096, "device": 0, "nbytes": 4096}
     floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
@@ -112,6 +115,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
         "stop_fills": Call(None, "told to", 1.0),
+        "stop_reading_ahead": Call(None, 0.1),
         "unchecked_hosts": Call(None),
         "storage_defaults": Call(None),
         "storage_settings": Call(None),
@@ -164,6 +168,10 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Load.views": Call(loaded, [0]),
         "View.capsule": Call(view, (2, 32), [8]),
         "View.__dlpack__": Call(view, stream=None, dl_device=None),
+        "Reader.__new__": Call(None, checkpoint(), options),
+        "Reader.is_distant": Call(reader, 0),
+        "Reader.view": Call(reader, 0, [(0, 4, 2)]),
+        "Reader.tensor": Call(reader, 0, None, floats, lambda capsule: capsule),
         "CacheFill.wait": Call(filling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
@@ -187,6 +195,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Load": loaded,
         "View": view,
         "Save": saving,
+        "Reader": reader,
         "CacheFill": filling,
         "Lookout": lookout,
         "Seat": seat,

@@ -13,6 +13,7 @@ from typing import Any
 
 import penstock
 import pytest
+import slow_fs
 import torch
 from patched import IDS, MODELS, both_ways, files_in, library, llama, local, names_in, nbytes_in, read, same
 
@@ -256,3 +257,22 @@ print(min(taken), len(sys.modules))
     seconds, modules = run.stdout.split()
     assert int(modules) > 1000
     assert float(seconds) < 0.05
+
+
+@pytest.mark.skipif("slow_fs.why_not() is not None", reason="no FUSE here")
+def test_a_network_file_system_is_opened_no_more_often_than_without(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=500, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with slow_fs.mounted(tmp_path) as fs:
+
+        def load() -> tuple[Any, dict[str, int]]:
+            fs.tell(forget=True)
+            model = transformers.GPT2LMHeadModel.from_pretrained(fs.path)
+            return model, fs.tell()["requests"]
+
+        expected, theirs = load()
+        with penstock.patch():
+            found, ours = load()
+    same(found, expected)
+    assert ours["open"] <= theirs["open"]
+    assert ours["read"] <= theirs["read"]

@@ -11,6 +11,7 @@ CORE = Path(__file__).parents[1] / "crates/core"
 
 #: By the name of the thread: the file that starts it.
 THREADS = {
+    "penstock-ahead": "store/ahead/crew.rs",
     "penstock-ask": "detached.rs",
     "penstock-copy": "device/cpu.rs",
     "penstock-dns": "store/remote/names.rs",

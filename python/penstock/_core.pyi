@@ -18,6 +18,7 @@ __all__ = [
     "Lookout",
     "Mesh",
     "Options",
+    "Reader",
     "Save",
     "Seat",
     "Shares",
@@ -41,6 +42,7 @@ __all__ = [
     "residency",
     "stall_timeout",
     "stop_fills",
+    "stop_reading_ahead",
     "storage_defaults",
     "storage_settings",
     "traffic",
@@ -300,6 +302,36 @@ class Lookout:
         """Raises PeerError if a rank was stopped."""
     def close(self) -> None:
         """Answers no more, and watches nobody."""
+
+@final
+class Reader:
+    """Reads tensors of a checkpoint one at a time, to CPU memory. It belongs to the process that made it.
+
+    Files on network file systems are read ahead in the order of the calls; small parts of other files are copied out of
+    the page cache. None in place of a tensor: this is for a load.
+    """
+
+    def __new__(cls, checkpoint: Checkpoint, options: Options) -> Reader: ...
+    def is_distant(self, file: int) -> bool:
+        """Whether this file is on a network file system. Opens it at first. Ctrl-C raises."""
+    def view(self, tensor: int, region: Sequence[tuple[int, int, int]] | None = None) -> View | None:
+        """The bytes of (a part of) a tensor. region: (start, stop, step) per dimension. Ctrl-C raises."""
+    def tensor(
+        self,
+        tensor: int,
+        region: Sequence[tuple[int, int, int]] | None,
+        dtypes: dict[str, tuple[int, int, int]],
+        convert: Callable[[object], Any],
+    ) -> Any:
+        """`convert(capsule)` of them. dtypes: as in `Load.capsules`. None also if the dtype is not among them."""
+    @property
+    def held(self) -> int:
+        """Bytes of what was read ahead."""
+    def release(self) -> None:
+        """Lets go of what was read ahead, and closes the files. Nothing is kept any more from now on."""
+
+def stop_reading_ahead(patience: float) -> None:
+    """Ends the threads of all readers of this process and waits for them, at most `patience` seconds."""
 
 @final
 class Seat:

@@ -5,7 +5,7 @@ A framework is one file, which imports it and has its `Framework` as ``FRAMEWORK
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -78,6 +78,12 @@ class Framework:
             UnsupportedError: before a byte moves, if the framework lacks a wanted dtype.
         """
         raise NotImplementedError
+
+    def of_capsules(self) -> tuple[dict[str, tuple[int, int, int]], Callable[[object], Any]] | None:
+        """The dtypes whose tensors on the CPU are DLPack capsules taken as they are, and what takes one.
+
+        None: `adapter` makes all tensors."""
+        return None
 
     def indexing(self, info: TensorInfo) -> Indexing:
         """How this framework indexes a tensor of the checkpoint."""

@@ -25,14 +25,16 @@ from ._errors import (
     SliceTypeError,
     UnsupportedError,
 )
+from ._framework import Adapter
 from ._frameworks import check_device, device_for, framework_named, need
-from ._indexing import Indexing, Plan, plan
+from ._indexing import Indexing, Plan, plan, plan_of_slices
 from ._late_imports import importing
 from ._options import make_options
 from ._prefetch import PrefetchLoader
 from ._report import Report
 from ._request import Request, prepare
 from ._selection import Names, Selection, unknown
+from ._single_reads import SingleReads
 
 _SINGLES = 4
 """Tensors that are loaded one by one before a caller counts as one who wants them all."""
@@ -41,6 +43,9 @@ _PATIENCE = 1.0
 _AHEAD_BYTES, _AHEAD_TENSORS = 256 << 20, 4096
 """What one load then maps at most. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
 process may have 65,530."""
+
+_FEW_PARTS = 64
+"""Parts of a slice that are read one after the other. More of them are worth a load."""
 
 _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"copy": True}}
 
@@ -110,27 +115,30 @@ class Slice:
         return {"path": self._info.file, "tensor": self._name}
 
     def _take(self, index: Any) -> Any:
-        opened, indexing = self._opened, self._indexing
-        opened._made_by.check_slice(self._info)
-        bits = DTYPES[self._info.dtype].bits * indexing.unit
-        near = opened._options._least_gap * 8 // bits
-        planned = plan(index, indexing.shape, indexing.arrays, indexing.unit, near)
+        opened, info = self._opened, self._info
+        opened._made_by.check_slice(info)
+        # torch's F4 are pairs
+        planned = None if info.dtype == "F4" else plan_of_slices(index, info.shape)
         if planned is None:
-            indexing.probe(index)
-            return opened._made(indexing.take(opened._whole(self._name), index), self._info.dtype)
+            indexing = self._indexing
+            near = opened._options._least_gap * 8 // (DTYPES[info.dtype].bits * indexing.unit)
+            planned = plan(index, indexing.shape, indexing.arrays, indexing.unit, near)
+            if planned is None:
+                indexing.probe(index)
+                return opened._made(indexing.take(opened._whole(self._name), index), info.dtype)
         if opened._framework == "dlpack" and (planned.rest or len(planned.parts) > 1):
             raise SliceError(
                 f'slice of {self._name}: framework="dlpack" takes one slice per dimension, no other index',
                 **self._where(),
             )
-        if planned.parts == [[(0, size, 1) for size in self._info.shape]]:
+        if planned.parts == [[(0, size, 1) for size in info.shape]]:
             if not planned.rest:
                 return opened._one(self._name)
             tensor = opened._whole(self._name)
         else:
             opened._reads_ahead = False  # who takes parts, as one rank of several does, does not want the rest
-            tensor = opened._parts(self._name, planned)
-        return opened._made(indexing.take(tensor, planned.rest) if planned.rest else tensor, self._info.dtype)
+            tensor = opened._parts(self._name, planned, info.dtype)
+        return opened._made(self._indexing.take(tensor, planned.rest) if planned.rest else tensor, info.dtype)
 
     def _bound_for(self, device: Any, least: int) -> Slice:
         """The same, but that what is read of it goes to ``device``. Tensors of less than ``least`` bytes do not."""
@@ -205,6 +213,7 @@ class safe_open:
             "filename", filename, self._options.stall_timeout, storage, variant=variant
         )
         self._closed = False
+        self._single = SingleReads(self._checkpoint._core, self._options)
         # Counts requests that found no tensor mapped ahead. Taking a number is one step, so threads need no lock
         self._asked = itertools.count()
         # Other frameworks copy mapped bytes into their own memory. Copies that nobody has asked for would be wasted
@@ -237,17 +246,29 @@ class safe_open:
         """The tensor called ``name`` of the framework that makes the slices."""
         if self._sliced_by is self._made_by:
             return self._one(name)
-        whole = [(0, size, 1) for size in self._checkpoint[name].shape]
-        return self._parts(name, Plan([whole], 0, ()))
+        info = self._checkpoint[name]
+        return self._parts(name, Plan([[(0, size, 1) for size in info.shape]], 0, ()), info.dtype)
+
+    def _adapter(self, selection: Selection, device: Device) -> Adapter:
+        return self._made_by.adapter(selection, device, None)
 
     def _made(self, part: Any, dtype: str) -> Any:
         """The handle's framework's tensor of a slice of a tensor of this dtype."""
         return part if self._sliced_by is self._made_by else self._made_by.of_slice(part, dtype)
 
-    def _parts(self, name: str, planned: Plan) -> Any:
+    def _parts(self, name: str, planned: Plan, dtype: str) -> Any:
         """Parts of the tensor called ``name``, joined."""
         core = self._checkpoint._core
         number, count = core.index(name), len(planned.parts)
+        if count <= _FEW_PARTS and self._device.is_cpu:
+            made = []
+            for region in planned.parts:
+                part = self._single.tensor(number, name, dtype, region, self._sliced_by, self._made_by.slices)
+                if part is None:
+                    break
+                made.append(part)
+            else:
+                return made[0] if count == 1 else self._sliced_by.joined(made, planned.axis)
         names = [name] if count == 1 else [f"{name} (part {part})" for part in range(count)]
         selection = Selection(core, names, [number] * count, list(planned.parts))
         adapter = self._made_by.slices(selection, self._device)
@@ -257,6 +278,14 @@ class safe_open:
 
     def _one(self, name: str) -> Any:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
+        if self._device.is_cpu:
+            core = self._checkpoint._core
+            number = core.index(name)
+            _, dtype, _, shard, _, _ = core.info(number)
+            if not self._reads_ahead or self._single.is_distant(shard):
+                tensor = self._single.tensor(number, name, dtype, None, self._made_by, self._adapter)
+                if tensor is not None:
+                    return tensor
         if not self._reads_ahead:
             return self._load([name])[name]
         if name in self._given:
@@ -432,6 +461,7 @@ class safe_open:
     ) -> None:
         self._closed = True
         self._ahead.clear()
+        self._single.release()
 
 
 def load_file(

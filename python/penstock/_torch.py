@@ -109,9 +109,11 @@ def indexing(info: TensorInfo) -> Indexing:
         # torch gathers no pairs of F4, but bytes
         return tensor.view(torch.uint8)[index].view(tensor.dtype) if pairs else tensor[index]
 
-    # Not on the meta device, whose errors are of other classes
-    nothing = torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)
-    return Indexing(arrays, shape, 2 if pairs else 1, nothing.__getitem__, take)
+    def probe(index: Any) -> object:
+        # Not on the meta device, whose errors are of other classes
+        return torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
+
+    return Indexing(arrays, shape, 2 if pairs else 1, probe, take)
 
 
 class Torch(Adapter):
@@ -280,6 +282,9 @@ class _Framework(Framework):
         if device.is_cpu or device.is_gpu:
             return Torch(selection, device, target)
         return Meta(selection, target) if device.is_meta else Moved(selection, device, target)
+
+    def of_capsules(self) -> tuple[dict[str, tuple[int, int, int]], Callable[[object], Any]]:
+        return _native(), _from_dlpack()
 
     def indexing(self, info: TensorInfo) -> Indexing:
         return indexing(info)

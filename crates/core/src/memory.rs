@@ -7,7 +7,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::{is_virtual_machine, page_size, thread_cpu, time_of};
-use crate::options::HUGE_PAGE;
+use crate::options::{CPU_ALIGN, HUGE_PAGE};
 use crate::sync::{lock, Mutex};
 use std::any::Any;
 
@@ -326,6 +326,65 @@ fn clock_time() -> Duration {
     time_of(libc::CLOCK_MONOTONIC)
 }
 
+/// CPU memory of one view alone: of the heap, or a mapping where it is large.
+pub(crate) struct Buffer {
+    at: *mut u8,
+    len: usize,
+    mapped: Option<Anonymous>,
+}
+
+// SAFETY: as for `Anonymous`.
+unsafe impl Send for Buffer {}
+// SAFETY: as for `Anonymous`.
+unsafe impl Sync for Buffer {}
+
+/// Smaller memory is of the heap. A mapping costs two system calls, and a process may have 65,530.
+const LEAST_MAPPED: u64 = HUGE_PAGE;
+
+impl Buffer {
+    /// Memory of `len` bytes, with nothing in it yet. Aligned to 64 bytes.
+    pub(crate) fn new(len: u64) -> Result<Self> {
+        if len >= LEAST_MAPPED {
+            let mapped = Anonymous::new(len)?;
+            return Ok(Self { at: mapped.at(), len: mapped.len(), mapped: Some(mapped) });
+        }
+        let layout = Self::layout(len as usize);
+        // SAFETY: the layout has at least one byte.
+        let at = unsafe { std::alloc::alloc(layout) };
+        if at.is_null() {
+            return Err(Error::new(ErrorKind::OutOfMemory, format!("there is no memory for {len} bytes; free memory")));
+        }
+        Ok(Self { at, len: len as usize, mapped: None })
+    }
+
+    fn layout(len: usize) -> std::alloc::Layout {
+        let align = CPU_ALIGN as usize;
+        // SAFETY: the alignment is a power of two, and `LEAST_MAPPED` is far from the largest size.
+        unsafe { std::alloc::Layout::from_size_align_unchecked(len.max(1), align) }
+    }
+
+    /// First byte.
+    pub(crate) fn at(&self) -> *mut u8 {
+        self.at
+    }
+
+    /// The view of all of it: `nbytes` bytes.
+    pub(crate) fn view(self: &Arc<Self>, nbytes: u64) -> View {
+        debug_assert!(nbytes as usize <= self.len);
+        let block = Block { address: self.at as u64, owner: Owner::Buffer(self.clone()) };
+        block.view(0, nbytes)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if self.mapped.is_none() {
+            // SAFETY: allocated in `new` with this layout, and nobody holds it any more.
+            unsafe { std::alloc::dealloc(self.at, Self::layout(self.len)) };
+        }
+    }
+}
+
 /// The memory of one block.
 #[derive(Clone)]
 pub(crate) struct Block {
@@ -340,6 +399,8 @@ enum Owner {
     Arena(Arc<Arena>, u64),
     /// Memory of the caller, or a device allocation: alive as long as this is.
     Held(Arc<dyn Any + Send + Sync>),
+    /// Memory of one view alone.
+    Buffer(Arc<Buffer>),
 }
 
 impl Block {
@@ -370,7 +431,7 @@ impl Block {
         match &self.owner {
             Owner::Mapping(mapping) => mapping.block_complete(),
             Owner::Arena(arena, _) => arena.block_complete(),
-            Owner::Held(_) => {}
+            Owner::Held(_) | Owner::Buffer(_) => {}
         }
     }
 
@@ -387,6 +448,7 @@ impl Block {
             Owner::Mapping(m) => m.clone(),
             Owner::Arena(a, _) => a.clone(),
             Owner::Held(h) => h.clone(),
+            Owner::Buffer(s) => s.clone(),
         }
     }
 

@@ -18,6 +18,7 @@ mod machine;
 mod options;
 mod raised;
 mod ranks;
+mod reader;
 mod save;
 mod small_files;
 mod storage;
@@ -44,6 +45,8 @@ mod _core {
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
     use crate::ranks::{is_resident, pack_wants, traffic, Lookout, Mesh, Seat, Shares};
+    #[pymodule_export]
+    use crate::reader::{stop_reading_ahead, Reader};
     #[pymodule_export]
     use crate::save::{head, Save};
     #[pymodule_export]

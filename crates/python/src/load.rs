@@ -287,10 +287,7 @@ impl Load {
     fn views<'py>(&self, py: Python<'py>, wants: Listed<u32>) -> Answer<'py, Vec<View>> {
         answer(py, || {
             let views = self.core.views(&wants.0).map_err(|e| raise(py, &e))?;
-            Ok(views
-                .into_iter()
-                .map(|view| View { view: Held::new(Arc::new(view)), device: self.device })
-                .collect::<Vec<_>>())
+            Ok(views.into_iter().map(|view| View::new(view, self.device)).collect::<Vec<_>>())
         })
     }
 }
@@ -412,7 +409,7 @@ fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
 /// Why a dtype and shape do not suit the view, if they do not. They would read past the view, or the dimensions that
 /// are not empty have more elements than an i64 can count in bits. Only an empty tensor can have such dimensions. torch
 /// multiplies its strides until they overflow, and then frees the capsule twice (2.15).
-fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
+pub(crate) fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
     let span = shape.iter().try_fold(i64::from(bits), |n, &d| if d < 0 { None } else { n.checked_mul(d.max(1)) });
     let held = span.map(|n| if shape.contains(&0) { 0 } else { n.unsigned_abs() });
     match (held, view.nbytes()) {
@@ -527,6 +524,12 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
 pub(crate) struct View {
     view: Held<Arc<CoreView>>,
     device: (c_int, c_int),
+}
+
+impl View {
+    pub(crate) fn new(view: CoreView, device: (c_int, c_int)) -> Self {
+        Self { view: Held::new(Arc::new(view)), device }
+    }
 }
 
 #[pymethods]

@@ -32,3 +32,16 @@ pub(crate) fn wants_of(
     }
     Ok(wants)
 }
+
+/// One want: a tensor by its number, whole or in part.
+pub(crate) fn want_of(core: &penstock::Checkpoint, tensor: u32, region: Region) -> PyResult<Want> {
+    if tensor as usize >= core.len() {
+        return Err(PyIndexError::new_err(format!("tensor {tensor} of {}", core.len())));
+    }
+    Ok(match region {
+        None => Want::whole(tensor),
+        Some(region) => {
+            Want::part(tensor, region.0.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }))
+        }
+    })
+}

@@ -8,9 +8,11 @@ mod among;
 mod choosing;
 mod drive;
 mod handle;
+mod reader;
 mod shared;
 #[cfg(test)]
 mod simulator;
 mod start;
 
 pub use handle::{Load, Next};
+pub use reader::Reader;

@@ -249,6 +249,11 @@ impl Files {
         lock(&self.open).retain(|o| Arc::strong_count(&o.fd) > 1);
     }
 
+    /// Keeps no descriptor of file number `file` any more. Reads that use one go on.
+    pub(crate) fn close_file(&self, file: u32) {
+        lock(&self.open).retain(|o| o.file != file);
+    }
+
     /// What the file system of file number `file` allows.
     pub fn facts(&self, file: u32) -> Result<Facts> {
         let known = &self.files[file as usize];

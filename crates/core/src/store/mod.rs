@@ -1,12 +1,14 @@
 //! Where a checkpoint's bytes are kept: what a [`Store`] has to offer, and the files of this machine: what their file
 //! systems allow, what the page cache holds of them, and whether they are still what they were.
 
+mod ahead;
 mod cache;
 mod facts;
 mod files;
 mod fill_after;
 mod fill_steps;
 mod heads;
+mod kept;
 mod known_disks;
 mod local;
 mod location;
@@ -15,6 +17,7 @@ mod mounts;
 mod object;
 mod origin;
 mod patience;
+mod per_process;
 mod pread;
 mod read_cost;
 #[cfg(feature = "remote")]
@@ -27,12 +30,15 @@ mod stores;
 mod version;
 mod watch;
 
+pub use ahead::stop_reading_ahead;
+pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
 pub use files::{facts_at, Files};
 pub(crate) use fill_after::DiskUse;
 pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
+pub(crate) use kept::Kept;
 pub use location::Location;
 pub use look::{Asked, Look};
 pub(crate) use mounts::mount_of;

@@ -1,0 +1,240 @@
+//! One request of a caller: what it needs is read, waited for, and copied.
+
+use super::blocks::{BlockStage, BLOCK};
+use super::queues::{Crew, FileRange, Job, LastLook, Queues, Receipt, Task, FRESH_BYTES, MOST_THREADS};
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Buffer;
+use crate::options::MIB;
+use crate::sync::{lock, MutexGuard};
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Contiguous bytes from here on are read to where they belong; the blocks that are there already are used.
+const LONG: u64 = 512 << 10;
+/// The longest read of those.
+const LONGEST: u64 = MIB;
+/// The caller looks this often whether to go on.
+const LOOK: Duration = Duration::from_millis(50);
+/// Parts of a file that one request may have: copying more of them is as slow as a load.
+const MOST_PARTS: u64 = 1 << 18;
+
+/// One request of a caller.
+pub(super) struct CallerRead<'s> {
+    shared: &'s Arc<Crew>,
+    file: u32,
+    size: u64,
+    nbytes: u64,
+    data: Range<u64>,
+    pub(super) memory: Arc<Buffer>,
+    /// The blocks that it copies from, ascending, with the bytes that it takes of each, and the memory of those that are
+    /// there.
+    blocks: Vec<(u64, u64, Option<Arc<Buffer>>)>,
+    /// What is read to where it belongs, ascending.
+    direct: Vec<FileRange>,
+    ticket: Option<Arc<Receipt>>,
+    look: Option<Arc<Receipt>>,
+}
+
+impl<'s> CallerRead<'s> {
+    pub(super) fn new(shared: &'s Arc<Crew>, file: u32, nbytes: u64, data: Range<u64>) -> Result<CallerRead<'s>> {
+        let size = shared.kept.files().size(file);
+        let memory = Arc::new(Buffer::new(nbytes)?);
+        let (blocks, direct) = (Vec::new(), Vec::new());
+        Ok(CallerRead { shared, file, size, nbytes, data, memory, blocks, direct, ticket: None, look: None })
+    }
+
+    /// Finds out what is there, and has the rest read. `false`: it is too much for the window.
+    pub(super) fn plan(&mut self, parts: impl Iterator<Item = FileRange>) -> Result<bool> {
+        let file = self.file;
+        let mut state = lock(&self.shared.state);
+        let (mut span, mut count) = (u64::MAX..0, 0);
+        for part in parts {
+            count += 1;
+            span = span.start.min(part.offset)..span.end.max(part.offset + part.len);
+            let is_long = part.len >= LONG;
+            for number in part.offset / BLOCK..(part.offset + part.len).div_ceil(BLOCK) {
+                let whole = number * BLOCK..((number + 1) * BLOCK).min(self.size);
+                let (from, until) = (whole.start.max(part.offset), whole.end.min(part.offset + part.len));
+                if is_long && until - from == whole.end - whole.start && !state.window.has((file, number)) {
+                    self.add_direct(FileRange { offset: from, len: until - from, to: part.to + from - part.offset });
+                    continue;
+                }
+                match self.blocks.last_mut() {
+                    Some(last) if last.0 == number => last.1 += until - from,
+                    _ => self.blocks.push((number, until - from, None)),
+                }
+            }
+            if count > MOST_PARTS || self.blocks.len() as u64 * BLOCK > state.window.most / 2 {
+                return Ok(false);
+            }
+        }
+        self.enqueue(&mut state);
+        if !state.released {
+            let ahead = state.window.ahead(file, span, self.data.clone());
+            let since = Instant::now();
+            state.ahead.extend(ahead.into_iter().map(|place| Job { what: Task::Block(place), since }));
+        }
+        self.shared.start_threads(state)
+    }
+
+    fn add_direct(&mut self, part: FileRange) {
+        match self.direct.last_mut() {
+            Some(last) if last.offset + last.len == part.offset && last.to + last.len == part.to => {
+                last.len += part.len;
+            }
+            _ => self.direct.push(part),
+        }
+    }
+
+    fn enqueue(&mut self, state: &mut Queues) {
+        let (file, since) = (self.file, Instant::now());
+        let mut waits = false;
+        for (number, nbytes, memory) in &mut self.blocks {
+            let place = (file, *number);
+            let len = BLOCK.min(self.size - *number * BLOCK);
+            if let Some(BlockStage::Here(there)) = state.window.get(place).map(|block| &block.stage) {
+                *memory = Some(there.clone());
+                state.window.give(place, *nbytes, len);
+                continue;
+            }
+            waits = true;
+            if state.window.want(place) {
+                state.wanted.push_back(Job { what: Task::Block(place), since });
+            }
+        }
+        // A request of 1 MiB is in four hands, one of 64 MiB in all.
+        let total: u64 = self.direct.iter().map(|part| part.len).sum();
+        let step = (total / MOST_THREADS as u64).next_multiple_of(BLOCK).clamp(BLOCK, LONGEST);
+        let pieces: Vec<FileRange> = self.direct.iter().flat_map(|part| cut(*part, step)).collect();
+        if !pieces.is_empty() {
+            waits = true;
+            let ticket = Receipt::new(Some(self.memory.clone()), pieces.len());
+            let job = |part| Job { what: Task::Direct(ticket.clone(), part, file), since };
+            state.wanted.extend(pieces.into_iter().map(job));
+            self.ticket = Some(ticket);
+        }
+        let looked = state.looked.entry(file).or_insert(LastLook::now(false));
+        if !waits && (looked.changed || looked.at.elapsed() >= FRESH_BYTES) {
+            *looked = LastLook::now(looked.changed);
+            let ticket = Receipt::new(None, 1);
+            state.wanted.push_back(Job { what: Task::Look(ticket.clone(), file), since });
+            self.look = Some(ticket);
+        }
+    }
+
+    /// Waits for all that is read for this request.
+    pub(super) fn wait(&self, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<()> {
+        let mut state = lock(&self.shared.state);
+        let (mut answers, mut moved) = (state.answers, Instant::now());
+        loop {
+            let tickets = || self.ticket.iter().chain(&self.look);
+            if let Some(e) = tickets().find_map(|ticket| lock(&ticket.failed).clone()) {
+                return Err(e);
+            }
+            let mut ready = tickets().all(|ticket| ticket.left.load(Ordering::Acquire) == 0);
+            for (number, _, memory) in &self.blocks {
+                if memory.is_some() {
+                    continue;
+                }
+                match state.window.get((self.file, *number)).map(|block| &block.stage) {
+                    Some(BlockStage::Here(_)) => {}
+                    Some(BlockStage::Failed(e)) => return Err(e.clone()),
+                    _ => ready = false,
+                }
+            }
+            if ready {
+                return Ok(());
+            }
+            let (guard, waited) = self.shared.done.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
+            state = guard;
+            if state.answers != answers {
+                (answers, moved) = (state.answers, Instant::now());
+            }
+            if moved.elapsed() >= self.shared.stall {
+                return Err(self.stalled());
+            }
+            if waited.timed_out() {
+                drop(state);
+                if !go_on() {
+                    return Err(Error::new(ErrorKind::Cancelled, "the read was cancelled"));
+                }
+                state = lock(&self.shared.state);
+            }
+        }
+    }
+
+    fn stalled(&self) -> Error {
+        let first = self.blocks.iter().find(|block| block.2.is_none()).map(|block| block.0 * BLOCK);
+        let first = first.into_iter().chain(self.direct.first().map(|part| part.offset)).min().unwrap_or(0);
+        let text = format!(
+            "the storage has not answered for {:.1} s; is its server stuck? (stall_timeout raises the limit)",
+            self.shared.stall.as_secs_f64()
+        );
+        let error = Error::new(ErrorKind::Timeout, text).at(self.shared.kept.files().path(self.file));
+        error.range(first..(first + self.nbytes).min(self.size))
+    }
+
+    /// Takes the blocks that it has waited for. A request that has failed waits for them no longer.
+    pub(super) fn take(&mut self, mut state: MutexGuard<'_, Queues>, all: bool) -> Result<()> {
+        let mut gone = Ok(());
+        for (number, nbytes, memory) in self.blocks.iter_mut().filter(|block| block.2.is_none()) {
+            let place = (self.file, *number);
+            state.window.unwant(place);
+            match state.window.get(place).map(|block| &block.stage) {
+                Some(BlockStage::Here(there)) if all => {
+                    *memory = Some(there.clone());
+                    let len = BLOCK.min(self.size - *number * BLOCK);
+                    state.window.give(place, *nbytes, len);
+                }
+                _ if all => gone = Err(Error::new(ErrorKind::Internal, "a block that was read is gone")),
+                _ => {}
+            }
+        }
+        if !all {
+            if let Some(ticket) = &self.ticket {
+                ticket.given_up.store(true, Ordering::Relaxed);
+            }
+        }
+        gone
+    }
+
+    /// Copies out of the blocks; what was read to its place is there.
+    pub(super) fn copy(&self, parts: impl Iterator<Item = FileRange>) {
+        let mut at = 0;
+        for part in parts {
+            // From a block that the part before may have ended in.
+            while self.blocks.get(at).is_some_and(|block| (block.0 + 1) * BLOCK <= part.offset) {
+                at += 1;
+            }
+            let mut one = at;
+            while let Some((number, _, Some(memory))) = self.blocks.get(one) {
+                let whole = number * BLOCK..((number + 1) * BLOCK).min(self.size);
+                let (from, until) = (whole.start.max(part.offset), whole.end.min(part.offset + part.len));
+                if from >= until {
+                    break;
+                }
+                debug_assert!(part.to + until - part.offset <= self.nbytes);
+                // SAFETY: the block has the bytes of `whole`, and nobody writes to it any more. The memory has room for all
+                // parts, and nobody else knows it but reads to other places in it, which are done.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(
+                        memory.at().add((from - whole.start) as usize),
+                        self.memory.at().add((part.to + from - part.offset) as usize),
+                        (until - from) as usize,
+                    );
+                }
+                one += 1;
+            }
+        }
+    }
+}
+
+/// The part in pieces of at most `step` bytes.
+fn cut(part: FileRange, step: u64) -> impl Iterator<Item = FileRange> {
+    (0..part.len.div_ceil(step)).map(move |number| {
+        let from = number * step;
+        FileRange { offset: part.offset + from, len: step.min(part.len - from), to: part.to + from }
+    })
+}
