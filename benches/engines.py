@@ -424,7 +424,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.quick:
-        given.size, given.rounds, given.rate, given.reload = 4e8, 2, 0, True
+        parser.set_defaults(size=4e8, rounds=2, rate=0, reload=True)
+        given = parser.parse_args()
         given.contestant, given.state = given.contestant or [OURS], given.state or ["warm, no limit"]
     if given.tables:
         show(json.loads(given.tables.read_text()))

@@ -4,7 +4,7 @@ use std::ptr;
 
 /// Evenly strided rows of a read, and their places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rows {
+pub struct RowPlaces {
     /// Offset of the first row in the read.
     pub from: u64,
     /// Address of the first row's place.

@@ -13,7 +13,7 @@ use crate::options::GPU_ALIGN;
 use crate::plan::layout::{BlockKind, Layout};
 use crate::plan::schedule::Schedule;
 use crate::plan::strides::{parts, Axis, Strides};
-use crate::rows::Rows;
+use crate::rows::RowPlaces;
 use crate::source::Destination;
 
 /// One extent, and where the blocks are that it fills.
@@ -103,7 +103,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     }
 
     /// The rows that are read one by one, and their places: those of the blocks, or a slab at this address.
-    fn rows(&self, slab: Option<*mut u8>) -> Result<Vec<Rows>> {
+    fn rows(&self, slab: Option<*mut u8>) -> Result<Vec<RowPlaces>> {
         let in_slab = self.extent.landing == Landing::Slab;
         let slab = match slab {
             None if in_slab => return Err(internal("an extent without its slab")),
@@ -118,7 +118,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
             };
             packed += p.nbytes() as usize;
             let Piece { from, len, from_stride, .. } = *p;
-            rows.push(Rows { from, to, len, rows: p.rows, from_stride, to_stride });
+            rows.push(RowPlaces { from, to, len, rows: p.rows, from_stride, to_stride });
         }
         Ok(rows)
     }

@@ -3,8 +3,9 @@
 //! File by file, the runs of all wants are merged in order of their offsets and coalesced into spans. A span is divided
 //! where its route or landing changes, and each part is cut into extents. Every division falls on a page of the file
 //! (or on the larger unit of O_DIRECT), and runs that touch the same page are in the same span. So no page is read
-//! twice, and the extra bytes of a read in place never belong to another want. The one exception is a file that is both
-//! mapped and read: its mapped bytes are populated separately.
+//! twice, and the extra bytes of a read in place never belong to another want. There are two exceptions. Of a file that is
+//! both mapped and read the mapped bytes are populated separately. Short rows that the page cache holds have extents of
+//! their own, which are read row by row: their gaps need no bound, because long ones are skipped.
 
 use super::layout::{BlockKind, Layout};
 use super::shares::{BothWays, Parcel, Shares};

@@ -66,7 +66,7 @@ pub use uring::{RingMode, Uring};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::fallback::Fallback;
-use crate::rows::Rows;
+use crate::rows::RowPlaces;
 use crate::store::Files;
 use std::any::Any;
 use std::io;
@@ -114,7 +114,7 @@ pub enum Destination {
         /// Gaps of at most so many bytes may be read. Longer ones are skipped.
         gap: u64,
         /// In the order of the file.
-        rows: Vec<Rows>,
+        rows: Vec<RowPlaces>,
     },
     /// Not known yet. [`Source::land`] gives it after the source has reported [`Progress::Arrived`].
     OnArrival,

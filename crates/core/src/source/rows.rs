@@ -7,7 +7,7 @@
 //! `process_vm_readv` out of a mapping, with 1,024 rows a call, was measured and is not used: it takes as long for a row as a
 //! system call does (0.55 us), because it looks up and pins the pages of each, and mapping small pages takes 90 ms/GiB.
 
-use crate::rows::{self, Rows};
+use crate::rows::{self, RowPlaces};
 use crate::store::read_fully;
 use std::io;
 use std::os::fd::RawFd;
@@ -16,8 +16,8 @@ use std::os::fd::RawFd;
 const WINDOW: u64 = 512 << 10;
 
 /// Rows to be read, their places, and what that needs.
-pub(super) struct RowPlaces<'a> {
-    pub(super) rows: &'a [Rows],
+pub(super) struct RowReads<'a> {
+    pub(super) rows: &'a [RowPlaces],
     /// Gaps of at most so many bytes are read.
     pub(super) gap: u64,
     pub(super) scratch: &'a mut Vec<u8>,
@@ -45,7 +45,7 @@ pub(super) struct Filled {
     pub(super) stopped: Option<Why>,
 }
 
-impl RowPlaces<'_> {
+impl RowReads<'_> {
     /// Reads all rows. `offset` is where the read begins in the file, `cap` the most bytes of one call.
     ///
     /// # Safety
@@ -53,7 +53,7 @@ impl RowPlaces<'_> {
     pub(super) unsafe fn fill(self, fd: RawFd, offset: u64, cap: u64) -> Filled {
         let mut filled = Filled::default();
         for strip in self.rows {
-            let Rows { from, to, len, rows, from_stride, to_stride } = *strip;
+            let RowPlaces { from, to, len, rows, from_stride, to_stride } = *strip;
             let hole = from_stride.saturating_sub(len);
             let is_one = rows <= 1 || (hole == 0 && to_stride == len);
             let (each, count) = if is_one { (len * rows, 1) } else { (len, rows) };
@@ -113,6 +113,7 @@ impl Filled {
 }
 
 #[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::os::fd::AsRawFd;
@@ -147,9 +148,9 @@ mod tests {
             for &(from, len, count, from_stride) in &self.strips {
                 let to = self.memory.as_mut_ptr().wrapping_add(at);
                 at += (len * count) as usize;
-                rows.push(Rows { from, to, len, rows: count, from_stride, to_stride: len });
+                rows.push(RowPlaces { from, to, len, rows: count, from_stride, to_stride: len });
             }
-            let places = RowPlaces { rows: &rows, gap, scratch: &mut Vec::new() };
+            let places = RowReads { rows: &rows, gap, scratch: &mut Vec::new() };
             // SAFETY: the memory has as many bytes as the rows.
             unsafe { places.fill(self.file.as_file().as_raw_fd(), 0, cap) }
         }
@@ -215,10 +216,10 @@ mod tests {
     fn a_call_that_fails_says_how_far_it_came() {
         let case = Case::new(1 << 20, &[(0, 4096, 10, 65536)]);
         let mut memory = vec![0u8; 4096];
-        let at = |to: *mut u8, from| Rows { from, to, len: 4096, rows: 1, from_stride: 0, to_stride: 0 };
+        let at = |to: *mut u8, from| RowPlaces { from, to, len: 4096, rows: 1, from_stride: 0, to_stride: 0 };
         let nowhere = std::ptr::without_provenance_mut(64);
         let rows = [at(memory.as_mut_ptr(), 0), at(nowhere, 8192)];
-        let places = RowPlaces { rows: &rows, gap: GAP, scratch: &mut Vec::new() };
+        let places = RowReads { rows: &rows, gap: GAP, scratch: &mut Vec::new() };
         // SAFETY: the first place is ours. The kernel refuses to write to the second one.
         let filled = unsafe { places.fill(case.file.as_file().as_raw_fd(), 0, u64::MAX) };
         assert_eq!(filled.reached, 8192);

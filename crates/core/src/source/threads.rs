@@ -5,14 +5,14 @@
 //! may still write.
 
 use super::fill::{fetch, Fill};
-use super::rows::{RowPlaces, Why};
+use super::rows::{RowReads, Why};
 use super::touch::{Left, Touch, Touches, Untouched};
 use super::{no_place, no_rows, Destination, Outcome, Progress, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
 use crate::machine::{block_signals, page_size};
-use crate::rows::Rows;
+use crate::rows::RowPlaces;
 use crate::store::{read_fully, Files, FsKind, Stopped};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
@@ -472,9 +472,9 @@ impl PoolShared {
         }
     }
 
-    fn read_rows(&self, read: &Read, rows: &[Rows], gap: u64, tools: &mut Tools) -> Result<u64, Failure> {
+    fn read_rows(&self, read: &Read, rows: &[RowPlaces], gap: u64, tools: &mut Tools) -> Result<u64, Failure> {
         let fd = tools.descriptor(&self.files, read.file)?;
-        let places = RowPlaces { rows, gap, scratch: &mut tools.window };
+        let places = RowReads { rows, gap, scratch: &mut tools.window };
         // SAFETY: the rows' places are valid while `keep` is held (invariant 5).
         let outcome = unsafe { places.fill(fd.as_raw_fd(), read.offset, self.files.most_per_call()) };
         tools.written = outcome.reached;
