@@ -1,4 +1,4 @@
-"""One rank of vLLM that loads a model once and tells what that took, in a process of its own. For `engines.py`."""
+"""One rank of vLLM, in a process of its own: loads a model, reloads it, tells what that took. For `engines.py`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import os
 import resource
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 # Not timed, like every import: what a loader would import in the middle of its load. Models too: that saves seconds
 import penstock.integrations._vllm_loader
+import pytest
+import stubs
 import torch.distributed
 import vllm.model_executor.models.llama
 import vllm.model_executor.models.qwen3_moe  # noqa: F401
 from vllm.distributed import parallel_state
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload.inplace import reload_weights
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm_model import configured, current, digests, joined, load, poison
 
@@ -50,14 +55,19 @@ class Order:
 
 
 def main(order: Order, pipe: Connection) -> None:
-    """Makes a model and says "ready". Then it hears of a control group, loads, and says what that took.
+    """Makes a model and says which shared memory it has. Then it hears of a control group, loads, says what that took.
 
-    When it is told to go on, it says the digests of all parameters.
+    Then it does what it is told: "digests" of all parameters, "process" them for serving, "poison" them, "reload" them,
+    which is timed, or "end".
     """
     try:
         _load(order, pipe)
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+    finally:
+        # vLLM's groups hold shared memory that outlives a process
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
 
 def _load(order: Order, pipe: Connection) -> None:
@@ -72,25 +82,51 @@ def _load(order: Order, pipe: Connection) -> None:
         model = loader.create_model(config, config.model_config)
     if order.poisoned:
         poison(model)
-    pipe.send("ready")
+    pipe.send({"shared": shared_memory()})
     group: Path | None = pipe.recv()
     if group is not None:
         group.write_text(str(os.getpid()))
-    torch.distributed.barrier()
-    disk, processor, begun = _from_disk(), _processor(), time.perf_counter()
-    load(loader, model, config)
-    own = time.perf_counter() - begun
-    processor, disk = _processor() - processor, _from_disk() - disk
-    torch.distributed.barrier()
-    found = {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor, "disk": disk}
+    found = _timed(lambda: load(loader, model, config))
     found["parameters"] = sum(parameter.nbytes for parameter in model.parameters())
     found["reports"] = [_told(report) for report in getattr(loader, "reports", [])]
     pipe.send(found)
-    pipe.recv()
-    pipe.send(digests(model))
-    # vLLM's groups hold shared memory that outlives a process
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
+    orders: dict[str, Callable[[], Any]] = {
+        "digests": lambda: digests(model),
+        "process": lambda: _process(model, config),
+        "poison": lambda: poison(model),
+        "reload": lambda: _timed(lambda: _reload(model, config)),
+    }
+    while (told := pipe.recv()) != "end":
+        pipe.send(orders[told]() or {})
+
+
+def _timed(work: Callable[[], None]) -> dict[str, Any]:
+    """What something took that all ranks do."""
+    torch.distributed.barrier()
+    disk, processor, begun = _from_disk(), _processor(), time.perf_counter()
+    work()
+    own = time.perf_counter() - begun
+    processor, disk = _processor() - processor, _from_disk() - disk
+    torch.distributed.barrier()
+    return {"seconds": time.perf_counter() - begun, "own": own, "cpu": processor, "disk": disk}
+
+
+def _process(model: torch.nn.Module, config: Any) -> None:
+    """What vLLM does to weights before it serves them, without the operators that its wheel lacks for a CPU."""
+    stubs.process_weights(pytest.MonkeyPatch())
+    with current(config):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+
+
+def _reload(model: torch.nn.Module, config: Any) -> None:
+    with current(config):
+        reload_weights(config, model, None, None, True)
+
+
+def shared_memory() -> list[str]:
+    """The shared memory that this process has mapped, by its path."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[5] for line in lines if "/dev/shm/psm_" in line and "(deleted)" not in line})
 
 
 def _fastsafetensors_on_cpu() -> None:

@@ -11,6 +11,10 @@ memory that nothing has touched.
 | warm | holds all files | the same |
 | cold, no limit | holds nothing of the files | as it is |
 
+With --reload each load is followed by vLLM's `reload_weights`, in the same state of the page cache: what a wake from
+sleep of level 2 does, and a start from a snapshot. Its time and its ratio stand in columns of their own. vLLM processes
+the weights for serving before, which is not timed.
+
 First each contestant loads once, untimed, into poisoned parameters. The memory that a load takes besides the parameters
 is measured there. Then contestants and ceilings take turns, in an order that rotates. After every load the digests of
 all parameters are compared with those of `safetensors`. A table has medians, and the ratio to Penstock's time in the
@@ -133,15 +137,20 @@ Turn = dict[str, Any]
 class Bench:
     """Loads of one checkpoint."""
 
-    def __init__(self, context: Any, folder: Path, ranks: int, group: Path | None) -> None:
+    def __init__(self, context: Any, folder: Path, ranks: int, group: Path | None, reload: bool = False) -> None:
         self.folder = folder
         self.files = sorted(folder.glob("*.safetensors"))
         self._nbytes = sum(file.stat().st_size for file in self.files)
         self._context = context
         self._ranks = ranks
         self._group = group
+        self._reload = reload
         self._right: list[dict[str, str]] | None = None
         """Digests of each rank's parameters. Those of the first load are right."""
+        self._right_again: list[dict[str, str]] | None = None
+        """Those of the first reload."""
+        self.shared_memory: set[str] = set()
+        """What ranks had of it."""
 
     def load(self, contestant: Contestant, state: State, first: bool = False) -> Turn:
         """What one load took, for all ranks together; ``wrong``: parameters that are not those of the first load.
@@ -157,8 +166,11 @@ class Bench:
         from engine_rank import Order, main
 
         with contextlib.ExitStack() as stack:
+            # That of ranks that were killed, or failed, too
+            stack.callback(lambda: [Path(name).unlink(missing_ok=True) for name in self.shared_memory])
             meeting = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "meeting"
             processes, pipes = [], []
+            stack.callback(lambda: [process.join() for process in processes])
             stack.callback(lambda: [process.kill() for process in processes])
             for rank in range(self._ranks):
                 mine, theirs = self._context.Pipe()
@@ -178,19 +190,21 @@ class Bench:
                 theirs.close()
                 processes.append(process)
                 pipes.append(mine)
-            self._heard(pipes)
+            self.shared_memory.update(name for rank in self._heard(pipes) for name in rank["shared"])
             self._prepare(state)
             probes = [lambda pid=process.pid: memory_of(pid) for process in processes] if first else []
             with Sampled(probes) if first else contextlib.nullcontext() as sampled:
                 for pipe in pipes:
                     pipe.send(self._group if state.limited else None)
                 ranks = self._heard(pipes)
+            digests = self._told(pipes, "digests")
+            again, reload = self._again(pipes, state, first) if self._reload else ([], {})
             for pipe in pipes:
-                pipe.send("digests")
-            digests = self._heard(pipes)
+                pipe.send("end")
             for process in processes:
                 process.join(PATIENCE)
         self._right = self._right or digests
+        self._right_again = self._right_again or again
         return {
             "seconds": max(rank["seconds"] for rank in ranks),
             "own": [rank["own"] for rank in ranks],
@@ -198,13 +212,29 @@ class Bench:
             "disk": sum(rank["disk"] for rank in ranks),
             "reports": [report for rank in ranks for report in rank["reports"]],
             "parameters": sum(rank["parameters"] for rank in ranks),
-            "wrong": sum(
-                right[name] != found.get(name)
-                for right, found in zip(self._right, digests, strict=True)
-                for name in right
-            ),
+            "wrong": _different(self._right, digests) + _different(self._right_again if again else [], again),
+            **reload,
             **({"peak": sampled.peaks["memory"]} if sampled is not None else {}),
         }
+
+    def _again(self, pipes: list[Connection], state: State, first: bool) -> tuple[list[dict[str, str]], Turn]:
+        """Reloads. The first time into poisoned parameters: gives the digests too."""
+        self._told(pipes, "process")
+        if first:
+            self._told(pipes, "poison")
+        self._prepare(state)
+        try:
+            ranks = self._told(pipes, "reload")
+        except LoadFailed as error:
+            raise LoadFailed(f"reload: {error}") from None
+        found = {"reload": max(rank["seconds"] for rank in ranks), "reload_cpu": sum(rank["cpu"] for rank in ranks)}
+        return self._told(pipes, "digests") if first else [], found
+
+    def _told(self, pipes: list[Connection], what: str) -> list[Any]:
+        """What all ranks say to that."""
+        for pipe in pipes:
+            pipe.send(what)
+        return self._heard(pipes)
 
     def _heard(self, pipes: list[Connection]) -> list[Any]:
         """The next thing that each rank says. The first error ends the waiting: other ranks may wait for that one."""
@@ -247,6 +277,12 @@ class Bench:
         (found,) = self._heard([mine])
         process.join()
         return found
+
+
+def _different(right: list[dict[str, str]] | None, found: list[dict[str, str]]) -> int:
+    """How many parameters of all ranks are not right."""
+    pairs = zip(right or [], found, strict=True) if found else ()
+    return sum(one[name] != other.get(name) for one, other in pairs for name in one)
 
 
 def _measured(pipe: Connection, group: Path | None, *order: Any) -> None:
@@ -324,27 +360,39 @@ def show(document: dict[str, Any]) -> None:
             print(f"- **{contestant} has loaded other parameters than {RIGHT}**: {often}")
         for state, turns in of["turns"].items():
             print(
-                f"\n| {name}, {state} | seconds | beside Penstock | processor s | disk GB | memory GB |\n|" + "---|" * 6
+                f"\n| {name}, {state} | seconds | beside Penstock | processor s | disk GB | memory GB |"
+                + (" reload s | beside Penstock |\n|" + "---|" * 8 if document.get("reload") else "\n|" + "---|" * 6)
             )
             for contestant, loads in turns.items():
-                print(f"| {' | '.join(cells(contestant, loads, turns.get(OURS, []), of['checks']))} |")
+                row = cells(contestant, loads, turns.get(OURS, []), of["checks"])
+                row += reload_cells(contestant, loads, turns.get(OURS, [])) if document.get("reload") else []
+                print(f"| {' | '.join(row)} |")
 
 
 def cells(name: str, loads: list[Turn], ours: list[Turn], checks: dict[str, Turn]) -> list[str]:
     """One row of a table."""
-    seconds = [load["seconds"] for load in loads]
-    told = [name, f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"]
-    ratios = [load["seconds"] / own["seconds"] for load, own in zip(loads, ours, strict=False)]
-    if name == OURS or not ratios:
-        told.append("")
-    else:
-        low, high = interval(ratios)
-        told.append(f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})")
+    told = [name, *_times(name, loads, ours, "seconds")]
     if name in CEILINGS:
         return [*told, "", "", ""]
     told.append(f"{statistics.median(load['cpu'] for load in loads):.2f}")
     told.append(f"{statistics.median(load['disk'] for load in loads) / 1e9:.2f}")
     return [*told, f"{checks[name]['peak'] / 1e9:.2f}"]
+
+
+def reload_cells(name: str, loads: list[Turn], ours: list[Turn]) -> list[str]:
+    """The columns of reloads."""
+    return ["", ""] if name in CEILINGS else _times(name, loads, ours, "reload")
+
+
+def _times(name: str, loads: list[Turn], ours: list[Turn], key: str) -> list[str]:
+    """Seconds, and their ratio to Penstock's in the same round."""
+    seconds = [load[key] for load in loads]
+    told = f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+    ratios = [load[key] / own[key] for load, own in zip(loads, ours, strict=False)]
+    if name == OURS or not ratios:
+        return [told, ""]
+    low, high = interval(ratios)
+    return [told, f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"]
 
 
 @contextlib.contextmanager
@@ -370,8 +418,15 @@ def main() -> None:
     )
     parser.add_argument("--extras", action="store_true", help="with options of Penstock's and of its peers")
     parser.add_argument("--state", action="append", help='"cold", "warm", "cold, no limit" or "warm, no limit"')
+    parser.add_argument("--reload", action="store_true", help="time a reload after each load")
+    quick = "0.4 GB, two rounds, only penstock and safetensors, warm, with reloads: 3 to 5 minutes"
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.quick:
+        parser.set_defaults(size=4e8, rounds=2, rate=0, reload=True)
+        given = parser.parse_args()
+        given.contestant, given.state = given.contestant or [OURS], given.state or ["warm, no limit"]
     if given.tables:
         show(json.loads(given.tables.read_text()))
         return
@@ -404,6 +459,8 @@ def main() -> None:
         "rate": given.rate,
         "ranks": given.ranks,
         "rounds": given.rounds,
+        "reload": given.reload,
+        "shared_memory": [],
         "checkpoints": {},
     }
     document["machine"]["versions"]["vllm"] = version("vllm")
@@ -412,7 +469,8 @@ def main() -> None:
         group = stack.enter_context(slow_disk.group(given.folder, int(given.rate))) if given.rate else None
         for name in given.checkpoint or engine_checkpoints.SOURCES:
             layout, _ = engine_checkpoints.build(name, given.size)
-            bench = Bench(context, engine_checkpoints.write(name, given.size, given.folder), given.ranks, group)
+            folder = engine_checkpoints.write(name, given.size, given.folder)
+            bench = Bench(context, folder, given.ranks, group, given.reload)
             evict(bench.files)  # on the disk, if they were written just now
             checks = checked(bench, names)
             document["checkpoints"][name] = of = {
@@ -424,6 +482,7 @@ def main() -> None:
             }
             for turns in measured(bench, [one for one in names if "error" not in checks[one]], states, given.rounds):
                 of["turns"] = turns
+                document["shared_memory"] = sorted({*document["shared_memory"], *bench.shared_memory})
                 document["load_average_at_end"] = list(os.getloadavg())
                 if given.json:
                     given.json.write_text(json.dumps(document, indent=1) + "\n")

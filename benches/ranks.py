@@ -175,7 +175,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--size", default="1.6GB", help="of the checkpoint (1.6GB)")
+    parser.add_argument("--size", default="1.6GB", help="of the checkpoint; a layer takes 436 MB (1.6GB)")
+    parser.add_argument("--scale", type=float, default=1, help="of the longest dimension of each tensor, for less (1)")
     parser.add_argument("--rate", type=float, action="append", help="bytes per second of the disk; 0: as it is")
     parser.add_argument("--wants", action="append", choices=["dp", "tp"])
     parser.add_argument("--way", action="append", choices=list(WAYS), help="of these ways (all)")
@@ -183,7 +184,9 @@ def main() -> None:
     given = parser.parse_args()
     folder = given.folder / "llama"
     if not folder.exists():
-        penstock_command(["synth", "llama-3-8b", str(folder), "--nbytes", given.size])
+        made = ["synth", "llama-3-8b", str(folder), "--nbytes", given.size, "--scale", str(given.scale)]
+        if status := penstock_command(made):
+            raise SystemExit(status)  # it has said why
     files = sorted(folder.glob("*.safetensors"))
     nbytes = penstock.open(folder).nbytes
     runs: list[dict[str, Any]] = []

@@ -166,6 +166,15 @@ def check_report(report: Any, expected: Read) -> None:
     assert report.gap_bytes == expected.read - expected.slack - expected.nbytes
 
 
+def check_rows(report: Any, expected: Read) -> None:
+    """Of resident rows: the plan is the most that is read. Some gaps are skipped that a disk would bring."""
+    assert report.nbytes == expected.nbytes
+    found = report.routes[expected.route]
+    assert sum(way["extents"] for way in report.routes.values()) == found["extents"] <= len(expected.planned)
+    assert found["bytes"] == report.nbytes + report.gap_bytes + report.slack_bytes <= expected.read
+    assert report.slack_bytes == 0
+
+
 def check_values(tensor: torch.Tensor, model: Model, cut: Cut) -> None:
     whole = torch.from_numpy(model.bytes_of(cut.tensor).copy()).view(tensor.dtype)
     part = whole.view(model.entries[cut.tensor].shape)[cut.index]
@@ -222,7 +231,8 @@ def test_a_load_of_slices_reads_the_same(cut: Model, name: str, way: Way) -> Non
         names=[wanted.tensor], slices={wanted.tensor: wanted.index}, options=way.options, progress=False
     )
     from_disk = pagecache.disk_bytes_of_process() - before
-    check_report(checkpoint.last_report, expected)
+    by_rows = expected.route == "buffered" and len(expected.wanted) > 1
+    (check_rows if by_rows else check_report)(checkpoint.last_report, expected)
     assert from_disk == (len(pages_of(expected.planned)) * PAGE if expected.route == "direct" else 0)
     check_values(tensors[wanted.tensor], cut, wanted)
 
@@ -270,7 +280,7 @@ def test_calls_ask_for_no_more_than_the_plan(cut: Model, name: str, io: str) -> 
         before = bytes_read_by_calls()
         part[wanted.index]
         read = bytes_read_by_calls() - before
-    assert expected.read <= read <= expected.read + CALLS
+    assert expected.nbytes <= read <= expected.read + CALLS
 
 
 def test_several_slices_of_one_tensor_share_the_reads_of_their_pages(cut: Model) -> None:

@@ -15,6 +15,8 @@ import psutil
 import pytest
 import stubs
 import torch
+from penstock.integrations import _vllm_loader
+from penstock.integrations._recorder import Recorder
 from penstock.integrations._reload import Reloader
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -92,8 +94,68 @@ def test_a_reload_after_memory_was_discarded(folders: list[Path], expected: list
         assert addresses(model) == where
 
 
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[penstock.Report]:
+    """Of each reload that makes its loads in the end."""
+    found: list[penstock.Report] = []
+    run = Recorder.run
+
+    def noted(self: Recorder, *args: Any) -> penstock.Report:
+        found.append(run(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(Recorder, "run", noted)
+    return found
+
+
+def whole(model: torch.nn.Module) -> int:
+    """Bytes of all parameters without padding. vLLM copies those with padding (the vocabulary) when a reload ends."""
+    padded = ("embed_tokens", "lm_head")
+    return sum(one.nbytes for name, one in model.named_parameters() if not any(part in name for part in padded))
+
+
+def test_a_reload_is_one_load_straight_into_the_parameters_that_are_served(
+    checkpoint: Callable[[str], Path], reports: list[penstock.Report], monkeypatch: pytest.MonkeyPatch
+):
+    first = checkpoint("llama")
+    model, config = served(first, "penstock")
+    reports.clear()
+    redirected: list[int] = []
+    redirect = Recorder.redirect
+
+    def noted(self: Recorder, made: torch.Tensor, to: torch.Tensor) -> bool:
+        found = redirect(self, made, to)
+        redirected.extend([made.nbytes] * found)
+        return found
+
+    monkeypatch.setattr(Recorder, "redirect", noted)
+    reload(model, config, first.with_suffix(".inverse"))
+    (report,) = reports
+    parameters = whole(model)
+    assert (report["loads"], report["nbytes"], report["materialised"]) == (1, parameters, {})
+    # None of vLLM's copies to the parameters that are served moved a byte.
+    assert sum(redirected) == parameters
+
+
+@pytest.mark.parametrize("folders", ["qwen3-moe"], indirect=True)
+def test_experts_are_loaded_before_they_are_processed(
+    folders: list[Path], expected: list[dict[str, str]], reports: list[penstock.Report]
+):
+    model, config = served(folders[0], "penstock")
+    reports.clear()
+    reload(model, config, folders[1])
+    (report,) = reports
+    layers = config.model_config.hf_config.num_hidden_layers
+    assert 1 < report["loads"] <= layers + 1
+    assert report["nbytes"] == whole(model)
+    assert digests(model) == expected[1]
+
+
 @pytest.mark.parametrize("folders", MODELS, indirect=True)
-def test_a_reload_reads_ahead_all_that_it_copies(folders: list[Path], monkeypatch: pytest.MonkeyPatch):
+def test_where_nothing_can_be_put_off_a_reload_reads_ahead_all_that_it_copies(
+    folders: list[Path], expected: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+):
+    """As with quantised weights."""
     model, config = served(folders[0], "penstock")
     made: list[Reloader] = []
     weights = Reloader.weights
@@ -102,10 +164,12 @@ def test_a_reload_reads_ahead_all_that_it_copies(folders: list[Path], monkeypatc
         made.append(self)
         return weights(self)
 
+    monkeypatch.setattr(_vllm_loader, "waits", lambda *args: False)
     monkeypatch.setattr(Reloader, "weights", noted)
     reload(model, config, folders[1])
     (reloader,) = made
     assert reloader.read_besides == 0
+    assert digests(model) == expected[1]
 
 
 @pytest.mark.parametrize("folders", ["llama"], indirect=True)
@@ -115,10 +179,11 @@ def test_a_reload_of_what_cannot_be_deferred_is_vllms(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    def refuses(self: Reloader, *args: Any) -> None:
+    def refuses(self: Any, *args: Any) -> None:
         raise penstock.UnsupportedError("not this one")
 
     model, config = served(folders[0], "penstock")
+    monkeypatch.setattr(Recorder, "check", refuses)
     monkeypatch.setattr(Reloader, "__init__", refuses)
     with caplog.at_level(logging.WARNING, "penstock"):
         reload(model, config, folders[1])

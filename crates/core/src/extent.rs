@@ -97,6 +97,17 @@ pub struct Extent {
     pub slack: u64,
     /// The parcel that it is, if several ranks want it.
     pub shared: Option<InCommon>,
+    /// How it is read row by row, if it is: short rows of bytes that the page cache holds.
+    pub rows: Option<ByRows>,
+}
+
+/// How an extent is read row by row. In a slab its rows lie one behind the other, piece after piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByRows {
+    /// Gaps between rows are read up to this many bytes. Longer ones are skipped.
+    pub gap: u64,
+    /// Bytes of the extent that are skipped.
+    pub skipped: u64,
 }
 
 /// A parcel of [`Shares`](crate::plan::shares::Shares), by its number.
@@ -109,6 +120,11 @@ pub enum InCommon {
 }
 
 impl Extent {
+    /// Bytes that its read brings.
+    pub fn bytes_read(&self) -> u64 {
+        self.len - self.rows.map_or(0, |rows| rows.skipped)
+    }
+
     /// Whether its read is sent without a place to land. The place is given when its first byte has arrived.
     pub fn lands_on_arrival(&self) -> bool {
         self.landing == Landing::Slab && self.staging == TakesSlab::AtArrival

@@ -95,6 +95,7 @@ pub mod memory;
 pub mod options;
 pub mod peers;
 pub mod plan;
+pub mod rows;
 pub mod save;
 pub mod source;
 pub mod staging;

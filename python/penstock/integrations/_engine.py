@@ -196,6 +196,12 @@ class Loads:
             yield name, tensor
 
     @contextmanager
+    def company(self) -> Iterator[None]:
+        """Until its end a rank that is gone or was stopped is noticed."""
+        with self._company, self._told():
+            yield
+
+    @contextmanager
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
         # Ranks that are still to load, or to say that they have, hear why this one ends
@@ -243,6 +249,24 @@ class Loads:
     def cuts(self) -> Cuts:
         """What was copied, for reloads."""
         return cuts_of(part for recorder in self.recorders for part in recorder.layout)
+
+
+def reloading(
+    chosen: Chosen, keep: Callable[[str], bool] | None, device: torch.device, options: Options
+) -> Recorder | None:
+    """What records a reload of these files; None if they cannot be deferred.
+
+    Raises:
+        MissingDtypeError: torch has no such dtype.
+    """
+    try:
+        recorder = Recorder(*chosen.opened(keep), device, options)
+        recorder.check()
+    except MissingDtypeError:
+        raise
+    except UnsupportedError:
+        return None
+    return recorder
 
 
 def reloaded(

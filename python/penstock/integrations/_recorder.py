@@ -129,6 +129,17 @@ def _real_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _real_tensors(value)
 
 
+def _onto_itself(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation copies a tensor to its own memory. torch does nothing then."""
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    to, source = args[0], args[1]
+    if isinstance(to, Deferred) or isinstance(source, Deferred) or to.is_meta or source.is_meta:
+        return False
+    kinds = [(one.data_ptr(), one.dtype, one.size(), one.stride()) for one in (to, source)]
+    return kinds[0] == kinds[1]
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at what every operation of this thread touches, before it runs."""
 
@@ -140,7 +151,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not func.is_view and any(one._outstanding.count for one in self._recorders):
+        if not func.is_view and any(one._outstanding.count for one in self._recorders) and not _onto_itself(func, args):
             # A recorder looks at the destinations of its own deferred tensors itself
             own = None
             if func is torch.ops.aten.copy_.default and isinstance(args[1], Deferred):
@@ -379,6 +390,46 @@ class Recorder:
                     raise
             self._reports.append(report)
             self._written += [destination.name for destination in destinations]
+
+    def flush(self) -> None:
+        """Makes all copies that are outstanding, in one load of this rank alone."""
+        with self._lock:
+            self._load()
+
+    def redirect(self, made: torch.Tensor, to: torch.Tensor) -> bool:
+        """Sends what goes to all of one tensor to another one instead.
+
+        Returns:
+            False, and nothing has changed, if not all bytes of the first one are outstanding, or if the other one has
+            another shape or dtype.
+        """
+        if isinstance(made, Deferred) or made.is_meta or to.is_meta or made.data_ptr() == to.data_ptr():
+            return False
+        like = (made.dtype, made.size(), made.stride(), made.device) == (to.dtype, to.size(), to.stride(), to.device)
+        if not like or not made.is_contiguous() or not made.numel():
+            return False
+        with self._lock:
+            storage, begin, end = _span(made)
+            met = self._outstanding.meeting(storage, begin, end)
+            whole = sum(copy.destination.into.nbytes for copy in met) == end - begin
+            if not whole or any(copy.destination.into.dtype != made.dtype for copy in met):
+                return False
+            if self._outstanding.meeting(*_span(to)):
+                self._load()  # of a layer that was given twice
+                return False
+            whither, first, _ = _span(to)
+            with _disable_current_modes():
+                flat = to.detach()
+                for copy in met:
+                    self._outstanding.drop(storage, copy)
+                    into = copy.destination.into
+                    offset = flat.storage_offset() + (copy.begin - begin) // flat.element_size()
+                    moved = flat.as_strided(into.size(), into.stride(), offset)
+                    of = copy.destination
+                    destination = Destination(of.name, moved, of.cut, of.axes, of.cast)
+                    at = copy.begin - begin + first
+                    self._outstanding.add(whither, _Copy(destination, at, at + copy.end - copy.begin, copy.steps))
+        return True
 
     # What comes of it
 

@@ -17,15 +17,18 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from .._errors import UnsupportedError
+from .._group import confirm
 from .._paths import without_secrets
 from .._report import Report
-from ._engine import Chosen, Loads, reloaded, settings_of
+from ._engine import Chosen, Loads, reloaded, reloading, settings_of
 from ._pickles import naming_convert
 from ._pins import pinned_in
+from ._recorder import Recorder
 from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 from ._strict import not_used
+from ._vllm_reload import waits, weights
 
 _ENGINE = "vLLM"
 _ITERATE = "safetensors_weights_iterator"
@@ -103,6 +106,15 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             self._check_asked()  # before a tensor of vLLM's own is copied
             yield found
 
+    def _reload(self, recorder: Recorder, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Deferred tensors for a reload; its ranks make one load."""
+        loads = Loads(device, self.settings.options)
+        loads.join(_ranks)
+        with loads.company():
+            yield from weights(recorder, loads.group, self.reports.append)
+            if loads.group is not None:
+                confirm(loads.group)
+
     def _check_asked(self) -> None:
         """Raises UnsupportedError if tensors come that this loader was not asked for, unless the user accepts that."""
         if self._asked == 0:
@@ -170,6 +182,10 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             model = self._model
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
+            if model is not None and waits(model, remote is not None):
+                recorder = reloading(chosen, keep, device, self.settings.options)
+                if recorder is not None:
+                    return self._reload(recorder, device)
             cuts = first.cuts if first else {}
             return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks())
 

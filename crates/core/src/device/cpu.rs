@@ -6,13 +6,13 @@
 use super::{Batch, Copied, Copy, Device, Fence};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
+use crate::rows;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
 use crate::threads::guarded;
 use crate::timeline::{Lane, Span, Timeline};
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
-use std::ptr;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
@@ -239,45 +239,10 @@ fn run(batch: Batch) -> Copied {
 /// # Safety
 /// All rows of both sides are valid and do not overlap.
 pub(super) unsafe fn run_copy(copy: &Copy) {
-    let to = copy.to as *mut u8;
-    let len = copy.len as usize;
-    let dense = copy.from_stride == copy.len && copy.to_stride == copy.len;
-    if copy.rows <= 1 || dense {
-        // SAFETY: as the function's: dense rows are one range.
-        unsafe { ptr::copy_nonoverlapping(copy.from, to, len * copy.rows as usize) };
-        return;
-    }
+    let (from, to) =
+        ((copy.from.cast_const(), copy.from_stride as usize), (copy.to as *mut u8, copy.to_stride as usize));
     // SAFETY: as the function's.
-    unsafe {
-        match len {
-            // If rows are single elements (a column of a matrix), a call to memcpy costs more than the bytes it moves.
-            1 => run_rows::<1>(copy),
-            2 => run_rows::<2>(copy),
-            4 => run_rows::<4>(copy),
-            8 => run_rows::<8>(copy),
-            _ => {
-                for row in 0..copy.rows {
-                    let from = copy.from.add((row * copy.from_stride) as usize);
-                    ptr::copy_nonoverlapping(from, to.add((row * copy.to_stride) as usize), len);
-                }
-            }
-        }
-    }
-}
-
-/// Rows of a size known to the compiler.
-///
-/// # Safety
-/// As for [`run_copy`].
-unsafe fn run_rows<const N: usize>(copy: &Copy) {
-    let to = copy.to as *mut u8;
-    for row in 0..copy.rows {
-        // SAFETY: as the function's; arrays of bytes need no alignment.
-        unsafe {
-            let from = copy.from.add((row * copy.from_stride) as usize).cast::<[u8; N]>();
-            to.add((row * copy.to_stride) as usize).cast::<[u8; N]>().write(from.read());
-        }
-    }
+    unsafe { rows::copy(from, to, copy.len as usize, copy.rows as usize) }
 }
 
 #[cfg(all(test, loom))]

@@ -13,6 +13,7 @@ use crate::options::GPU_ALIGN;
 use crate::plan::layout::{BlockKind, Layout};
 use crate::plan::schedule::Schedule;
 use crate::plan::strides::{parts, Axis, Strides};
+use crate::rows::RowPlaces;
 use crate::source::Destination;
 
 /// One extent, and where the blocks are that it fills.
@@ -36,6 +37,9 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     /// Where its read lands. `slab` is the address of the slab that it holds, if it holds one.
     pub(crate) fn destination(&self, slab: Option<*mut u8>) -> Result<Destination> {
         let e = self.extent;
+        if let Some(by) = e.rows {
+            return Ok(Destination::Rows { gap: by.gap, rows: self.rows(slab)? });
+        }
         Ok(match e.landing {
             Landing::Mapping { resident, .. } => Destination::Mapping { at: self.in_place()?, resident },
             Landing::Block { .. } => Destination::Memory(self.in_place()?),
@@ -51,7 +55,7 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
     /// The copies out of the slab at `slab`, one for each piece. Those into strided memory are [`strided`](Self::strided).
     pub(crate) fn copies(&self, slab: *mut u8) -> Result<Vec<Copy>> {
         let mut copies = Vec::with_capacity(self.pieces.len());
-        for p in self.pieces.iter().filter(|p| self.layout.strides_of(p.want).is_none()) {
+        for p in &self.in_slab().filter(|p| self.layout.strides_of(p.want).is_none()).collect::<Vec<_>>() {
             copies.push(Copy {
                 // The schedule keeps pieces within the extent and extents within a slab (its property tests).
                 from: slab.wrapping_add(p.from as usize),
@@ -73,12 +77,50 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         if self.layout.strides.is_empty() {
             return Ok(copies);
         }
-        for p in self.pieces {
+        for p in self.in_slab() {
             if let Some(strides) = self.layout.strides_of(p.want) {
-                spread(p, strides, slab, self.block(p.block)?, &mut copies)?;
+                spread(&p, strides, slab, self.block(p.block)?, &mut copies)?;
             }
         }
         Ok(copies)
+    }
+
+    /// Its pieces, by their places in a slab: rows that were read one by one lie there without gaps.
+    fn in_slab(&self) -> impl Iterator<Item = Piece> + '_ {
+        let mut packed = 0;
+        self.pieces.iter().map(move |p| {
+            if self.extent.rows.is_none() {
+                return *p;
+            }
+            let from = packed;
+            packed += p.nbytes();
+            if p.to_stride == p.len {
+                let len = p.nbytes();
+                return Piece { from, len, rows: 1, from_stride: len, to_stride: len, ..*p };
+            }
+            Piece { from, from_stride: p.len, ..*p }
+        })
+    }
+
+    /// The rows that are read one by one, and their places: those of the blocks, or a slab at this address.
+    fn rows(&self, slab: Option<*mut u8>) -> Result<Vec<RowPlaces>> {
+        let in_slab = self.extent.landing == Landing::Slab;
+        let slab = match slab {
+            None if in_slab => return Err(internal("an extent without its slab")),
+            slab => slab,
+        };
+        let (mut packed, mut rows) = (0, Vec::with_capacity(self.pieces.len()));
+        for p in self.pieces {
+            let (to, to_stride) = match slab {
+                // The schedule keeps extents within a slab, and rows without their gaps are no longer.
+                Some(slab) if in_slab => (slab.wrapping_add(packed), p.len),
+                _ => ((self.block(p.block)? + p.to) as *mut u8, p.to_stride),
+            };
+            packed += p.nbytes() as usize;
+            let Piece { from, len, from_stride, .. } = *p;
+            rows.push(RowPlaces { from, to, len, rows: p.rows, from_stride, to_stride });
+        }
+        Ok(rows)
     }
 
     /// What its last step writes, in order: block, offset in the block, bytes. Nothing of a mapping is written. Of a strided
@@ -262,6 +304,7 @@ mod tests {
             wanted: 100,
             slack: 0,
             shared: None,
+            rows: None,
         };
         let blocks = kinds.iter().map(|&kind| BlockSpec { kind, nbytes: 8192 }).collect();
         let places = vec![Place { block: 0, offset: 0, nbytes: 40 }; 4];

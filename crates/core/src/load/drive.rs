@@ -350,7 +350,8 @@ impl Driver {
             if let (Ok(bytes), Some(InCommon::Received(_))) = (&result, e.and_then(|e| e.shared)) {
                 self.report.exchange.get_or_insert_default().received += bytes;
             } else if let Ok(bytes) = &result {
-                self.report.count(route, *bytes);
+                let skipped = e.and_then(|e| e.rows).map_or(0, |rows| rows.skipped);
+                self.report.count(route, bytes.saturating_sub(skipped));
                 let planned = self.schedule.extents.get(ticket.0 as usize).map(|e| e.route);
                 self.report.rerouted_extents += u64::from(planned != Some(route));
             }

@@ -706,6 +706,6 @@ fn places(into: Destination, len: u64) -> Option<Spans> {
     match into {
         Destination::Memory(at) => Some(Spans::new(std::iter::once((at, len as usize)))),
         Destination::Scatter(places) => Some(Spans::new(places.into_iter())),
-        Destination::OnArrival | Destination::Mapping { .. } => None,
+        Destination::OnArrival | Destination::Mapping { .. } | Destination::Rows { .. } => None,
     }
 }

@@ -13,10 +13,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{InCommon, Landing, Piece, Route};
 use crate::format::Checkpoint;
 use crate::machine;
-use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE};
+use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
+use crate::rows;
 use crate::stats::{Report, Unwanted};
 use crate::store::{FsKind, Storage};
-use crate::way::{Cold, Routing, Way};
+use crate::way::{Cold, Routing, Through, Way};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -114,6 +115,7 @@ impl Planned {
         let traits = survey.files.into_iter().zip(&routing.ways).zip(measured).map(|((surveyed, way), measured)| {
             let Some(surveyed) = surveyed else { return FileTraits::default() };
             report.resident_bytes += surveyed.warm();
+            let all_resident = surveyed.missing() == 0;
             // Between two samples there may be pages that the page cache does not hold. So all pages are populated: a first
             // touch must not have to read the disk.
             let resident = if way.mapped && surveyed.sampled { Vec::new() } else { surveyed.resident };
@@ -125,6 +127,11 @@ impl Planned {
             let declared = surveyed.facts.gap.filter(|_| !among).or(measured);
             let gap = declared.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least));
             report.gap_limit = report.gap_limit.max(gap.unwrap_or(least));
+            // Short rows in the page cache cost least one by one, without the long gaps between them.
+            let in_cache = surveyed.facts.kind != FsKind::Network && surveyed.facts.kind != FsKind::Remote;
+            let is_warm = in_cache && !surveyed.sampled && all_resident;
+            let by_rows = is_warm && way.warm == Route::Buffered && way.through != Through::Nothing;
+            let rows = by_rows.then(|| options.gap.map_or(ROW_GAP, |gap| gap.min(ROW_GAP)));
             FileTraits {
                 storage,
                 direct_align: surveyed.facts.direct_align,
@@ -133,6 +140,7 @@ impl Planned {
                 staging: surveyed.facts.staging,
                 extent,
                 gap,
+                rows,
             }
         });
         let traits: Vec<FileTraits> = traits.collect();
@@ -187,11 +195,20 @@ fn unwanted(schedule: &Schedule, which: Range<usize>, wants: &[Want], files: &St
         // A direct read covers whole sectors. The part past the end of the file never arrives.
         let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
         found.slack += e.slack.saturating_sub(past_end);
-        let gap = e.len.saturating_sub(e.wanted + e.slack);
+        let gap = e.bytes_read().saturating_sub(e.wanted + e.slack);
         found.gap += gap;
-        if gap > 0 {
-            let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
-            gaps_of_tensors(pieces, wants, &mut found.of_tensors);
+        let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
+        match e.rows {
+            _ if gap == 0 => {}
+            None => gaps_of_tensors(pieces, wants, &mut found.of_tensors),
+            Some(by) => {
+                for p in pieces {
+                    let read = rows::bytes_read(p.len, p.rows, p.from_stride, by.gap);
+                    if read > p.nbytes() {
+                        *found.of_tensors.entry(wants[p.want as usize].tensor).or_default() += read - p.nbytes();
+                    }
+                }
+            }
         }
     }
     found

@@ -3,17 +3,19 @@
 //! File by file, the runs of all wants are merged in order of their offsets and coalesced into spans. A span is divided
 //! where its route or landing changes, and each part is cut into extents. Every division falls on a page of the file
 //! (or on the larger unit of O_DIRECT), and runs that touch the same page are in the same span. So no page is read
-//! twice, and the extra bytes of a read in place never belong to another want. The one exception is a file that is both
-//! mapped and read: its mapped bytes are populated separately.
+//! twice, and the extra bytes of a read in place never belong to another want. There are two exceptions. Of a file that is
+//! both mapped and read the mapped bytes are populated separately. Short rows that the page cache holds have extents of
+//! their own, which are read row by row: their gaps need no bound, because long ones are skipped.
 
 use super::layout::{BlockKind, Layout};
 use super::shares::{BothWays, Parcel, Shares};
 use super::strides::Strides;
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Extent, InCommon, Landing, Piece, Route, RouteTotals, TakesSlab};
+use crate::extent::{ByRows, Extent, InCommon, Landing, Piece, Route, RouteTotals, TakesSlab};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
+use crate::rows;
 use crate::way::{Through, Way};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -36,6 +38,9 @@ pub struct FileTraits {
     pub extent: Option<u64>,
     /// The gap of this file; [`Limits::gap`] holds where this is `None`.
     pub gap: Option<u64>,
+    /// Set if short rows of it are read row by row: the page cache of this machine holds all that is wanted. Gaps of at most
+    /// so many bytes between them are read.
+    pub rows: Option<u64>,
 }
 
 impl FileTraits {
@@ -126,6 +131,9 @@ const RESIDENT: u64 = 64 * KIB;
 /// Mapping resident pages moves no byte and touches no page. With extents this large, the cost of handing them out (20
 /// us each) does not matter.
 const RESIDENT_MAPPED: u64 = 1024 * MIB;
+/// Rows of resident bytes are read one by one if they are shorter. An extent for each costs a few us, as much as copying
+/// some 10 KiB.
+const SHORT_ROW: u64 = 256 * KIB;
 /// If the order jumps by more than this many extents' bytes, neighbours in the file are not read together: that would
 /// bring bytes long before their turn. In a stream a quarter of the window is enough for that.
 const JUMP: u64 = 16;
@@ -329,10 +337,10 @@ impl Schedule {
                 Route::Direct => &mut totals.direct,
             };
             route.extents += 1;
-            route.bytes += e.len;
+            route.bytes += e.bytes_read();
             totals.wanted += e.wanted;
             totals.slack += e.slack;
-            totals.gap += e.len - e.wanted - e.slack;
+            totals.gap += e.bytes_read().saturating_sub(e.wanted + e.slack);
         }
         totals
     }
@@ -353,6 +361,11 @@ pub struct Totals {
     pub slack: u64,
     /// Extra bytes between wanted ones that are read, not skipped.
     pub gap: u64,
+}
+
+/// Whether rows of the file are wanted that are short, and not contiguous.
+fn has_short_rows(runs: &Runs) -> bool {
+    !runs.axes.is_empty() && runs.len < SHORT_ROW
 }
 
 /// See [`Schedule::stretches`].
@@ -408,6 +421,8 @@ struct Rules {
     staging: TakesSlab,
     /// Whether mirror blocks are read in place. Their padding is only one page.
     in_place: bool,
+    /// Set if rows are read one by one: the longest gap that is read.
+    rows: Option<u64>,
 }
 
 impl Rules {
@@ -430,6 +445,7 @@ impl Rules {
             scatter: None,
             staging: traits.staging,
             in_place: true,
+            rows: None,
         }
     }
 
@@ -483,6 +499,26 @@ impl Rules {
             scatter,
             staging: traits.staging,
             in_place: unit == PAGE,
+            rows: None,
+        }
+    }
+
+    /// For short rows that are read one by one. Gaps need no bound: long ones are skipped.
+    fn rows(file: u32, traits: &FileTraits, limits: &Limits, size: u64, gap: u64) -> Rules {
+        let extent = (traits.extent(limits) / PAGE * PAGE).max(PAGE);
+        let read = Rules::read(file, traits, limits, size);
+        Rules {
+            unit: PAGE,
+            step: PAGE,
+            extent,
+            gap: u64::MAX,
+            cold: Route::Buffered,
+            warm: Route::Buffered,
+            resident: Vec::new(),
+            scatter: None,
+            in_place: false,
+            rows: Some(gap),
+            ..read
         }
     }
 
@@ -662,6 +698,11 @@ struct Making<'a> {
 }
 
 impl Making<'_> {
+    /// Whether what `gather` has collected goes to memory that is contiguous, and of the same dtype.
+    fn is_dense(&self) -> bool {
+        self.scratch.iter().all(|piece| self.layout.strides_of(piece.want).is_none())
+    }
+
     fn kind(&self, want: u32) -> BlockKind {
         self.layout.blocks[self.layout.places[want as usize].block as usize].kind
     }
@@ -687,7 +728,7 @@ impl Making<'_> {
         let layout = self.layout;
         let before = std::mem::take(&mut self.schedule.extents);
         self.alone = alone;
-        let (mut mapped, mut read) = (Vec::new(), Vec::new());
+        let (mut mapped, mut read, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         let by_file = std::mem::take(&mut self.by_file);
         for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
             let file = layout.files[wants[0] as usize];
@@ -706,18 +747,24 @@ impl Making<'_> {
             };
             mapped.clear();
             read.clear();
+            rows.clear();
+            let traits = &files[file as usize];
             for &want in wants.iter().filter(|&&want| wanted(want)) {
                 match self.kind(want) {
-                    BlockKind::Mirror { .. } if files[file as usize].way.mapped => mapped.push(want),
+                    BlockKind::Mirror { .. } if traits.way.mapped => mapped.push(want),
+                    BlockKind::Mirror { .. } => read.push(want),
+                    _ if traits.rows.is_some() && has_short_rows(&layout.runs[want as usize]) => rows.push(want),
                     _ => read.push(want),
                 }
             }
-            let traits = &files[file as usize];
             let size = checkpoint.files()[file as usize].size;
             let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
             let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
             self.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
             self.file(&Rules::read(file, traits, limits, size), &read);
+            if let Some(gap) = traits.rows {
+                self.file(&Rules::rows(file, traits, limits, size, gap), &rows);
+            }
         }
         self.by_file = by_file;
         if let Some(ranks) = self.ranks {
@@ -883,6 +930,7 @@ impl Making<'_> {
                 }
             };
             let landing = match (home, entries, route) {
+                _ if rules.rows.is_some() && self.into_memory && self.is_dense() => Landing::Scatter,
                 (Some(block), _, Route::Mapped) => Landing::Mapping { block, resident: rules.all_resident },
                 (Some(block), ..) => Landing::Block { block },
                 (None, Some(_), _) => Landing::Scatter,
@@ -1034,6 +1082,7 @@ impl Making<'_> {
             wanted: parcel.end - parcel.start,
             slack: len - (parcel.end - parcel.start),
             shared: Some(InCommon::Sent(number)),
+            rows: None,
         });
     }
 
@@ -1053,6 +1102,7 @@ impl Making<'_> {
             wanted: len,
             slack: 0,
             shared: Some(InCommon::Received(number)),
+            rows: None,
         });
     }
 
@@ -1075,6 +1125,11 @@ impl Making<'_> {
     fn emit(&mut self, rules: &Rules, route: Route, landing: Landing) {
         let Some(first) = self.scratch.first().map(|p| p.from) else { return };
         let last = self.scratch.iter().map(end).max().unwrap_or(first);
+        let rows = rules.rows.map(|gap| {
+            let read = |p: &Piece| rows::bytes_read(p.len, p.rows, p.from_stride, gap);
+            let skipped = (last - first).saturating_sub(self.scratch.iter().map(read).sum());
+            ByRows { gap, skipped }
+        });
         let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
         let pieces = self.keep(offset);
         self.schedule.extents.push(Extent {
@@ -1089,6 +1144,7 @@ impl Making<'_> {
             wanted: distinct(&self.scratch),
             slack: (first - offset) + (past - last),
             shared: None,
+            rows,
         });
     }
 }

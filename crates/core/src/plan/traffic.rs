@@ -249,7 +249,10 @@ impl<'a> Counting<'a> {
 
     /// Bytes of these reads, and how many there are.
     fn bytes(&self, extents: &[Extent]) -> (u64, u64) {
-        let bytes = |e: &Extent| (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
+        let bytes = |e: &Extent| {
+            let there = (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
+            there - (e.len - e.bytes_read())
+        };
         (extents.iter().map(bytes).sum(), extents.len() as u64)
     }
 }

@@ -2,7 +2,7 @@
 //! means.
 
 use super::threads::refuses_direct;
-use super::{no_place, Destination, Outcome, Read, QUARANTINED};
+use super::{no_place, no_rows, Destination, Outcome, Read, QUARANTINED};
 use crate::error::{Error, ErrorKind};
 use crate::options::PAGE;
 use crate::store::Files;
@@ -81,6 +81,7 @@ impl Flight {
                 let e = Error::new(ErrorKind::Internal, "a mapping is populated, not read into");
                 return Err(Outcome::Done(read.done(files, Err(e))));
             }
+            Destination::Rows { .. } => return Err(Outcome::Done(read.done(files, Err(no_rows())))),
             Destination::OnArrival => return Err(Outcome::Done(read.done(files, Err(no_place())))),
         };
         Ok(Flight { read, at, places, direct: false, got: 0, tries: 0 })

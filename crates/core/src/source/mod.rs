@@ -46,6 +46,7 @@ mod fill;
 mod flight;
 mod mux;
 mod router;
+mod rows;
 mod threads;
 #[cfg(any(test, feature = "testing"))]
 mod throttle;
@@ -66,6 +67,7 @@ pub use uring::{RingMode, Uring};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Route, Ticket};
 use crate::fallback::Fallback;
+use crate::rows::RowPlaces;
 use crate::store::Files;
 use std::any::Any;
 use std::io;
@@ -107,6 +109,14 @@ pub enum Destination {
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
+    /// Rows of the file go to their places, one by one. What lies between them is not wanted. Only sources of files in this
+    /// machine's page cache are sent such reads.
+    Rows {
+        /// Gaps of at most so many bytes may be read. Longer ones are skipped.
+        gap: u64,
+        /// In the order of the file.
+        rows: Vec<RowPlaces>,
+    },
     /// Not known yet. [`Source::land`] gives it after the source has reported [`Progress::Arrived`].
     OnArrival,
     /// A mapping of the file.
@@ -267,6 +277,11 @@ impl Read {
         );
         Err(Error::new(ErrorKind::Truncated, text).with_values(self.offset + self.need, self.offset + got))
     }
+}
+
+/// The error of a read that asks for rows one by one, from a source that reads no such.
+fn no_rows() -> Error {
+    Error::new(ErrorKind::Internal, "this source does not read rows one by one; please report this")
 }
 
 /// The error of a read that was sent without a place to land, from a source that reports no arrivals.

@@ -13,7 +13,7 @@
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
 use super::threads::{How, ReadAhead};
-use super::{epoll, watch, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
+use super::{epoll, watch, Destination, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
@@ -198,6 +198,8 @@ impl Router {
     fn by(&self, read: &Read) -> By {
         match read.route {
             Route::Mapped => By::Pool(How::Mapped),
+            // The pages are there.
+            Route::Buffered if matches!(read.into, Destination::Rows { .. }) => By::Pool(How::Buffered),
             Route::Buffered if self.routing.way(read.file).through == Through::Nothing => By::Pool(How::Uncached),
             Route::Buffered => self.through(),
             Route::Direct if self.refused.get(read.file as usize) == Some(&true) => match self.routing.cold {

@@ -5,12 +5,14 @@
 //! may still write.
 
 use super::fill::{fetch, Fill};
+use super::rows::{RowReads, Why};
 use super::touch::{Left, Touch, Touches, Untouched};
-use super::{no_place, Destination, Outcome, Progress, Read, Source, GRACE, QUARANTINED};
+use super::{no_place, no_rows, Destination, Outcome, Progress, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Route;
 use crate::fallback::Fallback;
 use crate::machine::{block_signals, page_size};
+use crate::rows::RowPlaces;
 use crate::store::{read_fully, Files, FsKind, Stopped};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
@@ -426,6 +428,7 @@ impl PoolShared {
         tools.written = 0;
         match (way, &read.into) {
             (How::Mapped, Destination::Mapping { at, resident }) => self.map(read, *at, *resident, tools),
+            (How::Buffered, Destination::Rows { gap, rows }) => self.read_rows(read, rows, *gap, tools),
             (How::Buffered, _) => {
                 if let Some(fallback) = self.fill.before(&self.files, read) {
                     self.fell_back(fallback);
@@ -466,6 +469,27 @@ impl PoolShared {
                 Err(Failure::Refused(stopped.cause))
             }
             Err(stopped) => Err(Error::io("read", &stopped.cause).into()),
+        }
+    }
+
+    fn read_rows(&self, read: &Read, rows: &[RowPlaces], gap: u64, tools: &mut Tools) -> Result<u64, Failure> {
+        let fd = tools.descriptor(&self.files, read.file)?;
+        let places = RowReads { rows, gap, scratch: &mut tools.window };
+        // SAFETY: the rows' places are valid while `keep` is held (invariant 5).
+        let outcome = unsafe { places.fill(fd.as_raw_fd(), read.offset, self.files.most_per_call()) };
+        tools.written = outcome.reached;
+        match outcome.stopped {
+            None => Ok(outcome.reached),
+            // The last row is wanted too, so this is an error. The file may end before the row that is missing begins.
+            Some(Why::Ended) => {
+                let size = fd.try_clone().and_then(|fd| std::fs::File::from(fd).metadata());
+                let there = size.map_or(outcome.reached, |size| size.len().saturating_sub(read.offset));
+                Ok(read.ended(there.min(outcome.reached))?)
+            }
+            Some(Why::Failed(cause, asked)) => {
+                tools.written += if self.files.errors_write_nothing(read.file) { 0 } else { asked };
+                Err(Error::io("read", &cause).into())
+            }
         }
     }
 
@@ -635,6 +659,8 @@ impl From<Error> for Failure {
 struct Tools {
     places: Vec<libc::iovec>,
     scratch: Vec<u8>,
+    /// Where short rows arrive with the gaps between them.
+    window: Vec<u8>,
     /// Bytes from the first on that the read in hand may have written to its place.
     written: u64,
     /// The descriptor of a file that this thread alone reads through, where one for all is not enough.
@@ -677,6 +703,7 @@ impl Tools {
             Destination::Mapping { .. } => {
                 return Err(Error::new(ErrorKind::Internal, "a mapping is populated, not read into"))
             }
+            Destination::Rows { .. } => return Err(no_rows()),
             Destination::OnArrival => return Err(no_place()),
         }
         Ok(())

@@ -308,7 +308,9 @@ impl Shared {
         match &read.into {
             Destination::Memory(to) => put(*to, read.len as usize),
             Destination::Scatter(places) => places.iter().for_each(|(to, len)| put(*to, *len)),
-            Destination::Mapping { .. } | Destination::OnArrival => unreachable!("there is nothing to map"),
+            Destination::Mapping { .. } | Destination::Rows { .. } | Destination::OnArrival => {
+                unreachable!("there is nothing to map, and no page cache")
+            }
         }
         match body.len() as u64 {
             all if all == written => (Ok(written), written),

@@ -288,6 +288,7 @@ fn cut(
             wanted: pieces.iter().map(Piece::nbytes).sum(),
             slack: 0,
             shared: None,
+            rows: None,
         });
         from += len;
     }

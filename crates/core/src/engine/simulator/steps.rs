@@ -387,6 +387,7 @@ impl World {
             Some(Destination::Memory(at) | Destination::Mapping { at, .. }) => {
                 self.write(extent, *at as u64, &bytes)?
             }
+            Some(Destination::Rows { .. }) => unreachable!("no plan of the simulator reads by rows"),
             Some(Destination::Scatter(places)) => {
                 let mut left = &bytes[..];
                 for &(at, len) in places {

@@ -98,9 +98,10 @@ impl BodyPlaces {
             Destination::Memory(at) => Ok(Some(BodyPlaces::one(at, len as usize))),
             Destination::Scatter(list) => Ok(Some(BodyPlaces { list, ..BodyPlaces::default() })),
             Destination::OnArrival => Ok(None),
-            Destination::Mapping { .. } => {
-                Err(Error::new(ErrorKind::Internal, "nothing of a web server can be mapped; please report this"))
-            }
+            Destination::Mapping { .. } | Destination::Rows { .. } => Err(Error::new(
+                ErrorKind::Internal,
+                "nothing of a web server can be mapped, or read row by row; please report this",
+            )),
         }
     }
 

@@ -1,0 +1,164 @@
+"""vLLM's reloads with deferred tensors: one load into the parameters that are served. Imports vLLM.
+
+vLLM reloads layer by layer. It keeps what the model's loader copies until a layer has all of its tensors. Then it makes
+new parameters, copies into these, processes them, and copies the result into the parameters that are served. Here the
+first copy is recorded, and the last one redirects it: the bytes go straight to the parameters that are served, in one
+load when all tensors have been given. If something reads or writes the new parameters in between, what goes to them is
+loaded before.
+
+vLLM processes a layer by code that need not reach torch's dispatcher (kernels of Triton). So processing that is not
+known to leave weights alone begins with a load of what is outstanding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from .._report import Report
+from ._deferred import Deferred
+from ._recorder import Recorder, watching
+
+try:
+    from vllm.model_executor.model_loader.reload import inplace, layerwise
+except ImportError:  # a vLLM that reloads in another way
+    inplace = layerwise = None
+
+#: What they do to weights, if anything, goes through torch's dispatcher.
+_DISPATCHED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+#: Methods of fused experts that are not quantised, by name: their module has moved before.
+_EXPERTS = "UnquantizedFusedMoEMethod"
+#: Recorders of reloads that have begun and not ended.
+_under_way: list[Recorder] = []
+
+
+def waits(model: torch.nn.Module, is_remote: bool) -> bool:
+    """Whether a reload of this model may put copies off.
+
+    Not if weights are quantised: each layer is loaded on its own then, and parts that are read ahead are better. With
+    fused experts that holds for files on servers, where each load takes a round trip.
+    """
+
+    def known(method: Any) -> bool:
+        return type(method) in _DISPATCHED or (not is_remote and type(method).__name__ == _EXPERTS)
+
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return _hooked() and all(known(one) for one in methods if isinstance(one, QuantizeMethodBase))
+
+
+def weights(recorder: Recorder, group: Any, done: Callable[[Report], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields deferred tensors, layer by layer. Behind the last one all copies are made, in one load of all ranks."""
+    _under_way.clear()  # those of a reload that failed
+    _under_way.append(recorder)
+    yield from recorder.weights(order="layer")
+    done(recorder.run(None, group))
+
+
+def _waiting_for(info: Any) -> list[Recorder]:
+    """The recorders whose tensors vLLM has kept for a layer."""
+    found: list[Recorder] = []
+    for _, arguments in info.loaded_weights:
+        for value in arguments.arguments.values():
+            if isinstance(value, Deferred):
+                one: Any = value._root.recording
+                if one in _under_way and one not in found:
+                    found.append(one)
+    return found
+
+
+def _flush(recorders: list[Recorder]) -> None:
+    for recorder in recorders:
+        recorder.flush()
+
+
+@contextmanager
+def _loaded_before_processing(layer: torch.nn.Module, recorders: list[Recorder]) -> Iterator[None]:
+    """Within it, what processes the layer's weights finds them, however it looks at them."""
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase) or type(method) in _DISPATCHED:
+        yield
+        return
+    name = "process_weights_after_loading"
+    before, process = vars(method).get(name), getattr(method, name)
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        _flush(recorders)
+        return process(*args, **kwargs)
+
+    setattr(method, name, loaded)
+    try:
+        yield
+    finally:
+        delattr(method, name) if before is None else setattr(method, name, before)
+
+
+def _processing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of what copies a layer's tensors and processes them."""
+
+    @functools.wraps(original)
+    def process(layer: torch.nn.Module, info: Any) -> Any:
+        recorders = _waiting_for(info)
+        if not recorders:
+            return original(layer, info)
+        with watching(recorders), _loaded_before_processing(layer, recorders):
+            return original(layer, info)
+
+    return process
+
+
+def _restoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of what copies a layer's new tensors into those that are served."""
+
+    @functools.wraps(original)
+    def restore(layer: torch.nn.Module, info: Any) -> Any:
+        if _under_way and info.kernel_tensors is not None:
+            for served in info.kernel_tensors:
+                for name, to in served.items():
+                    made = getattr(layer, name, None)
+                    if made is not None and any(one.redirect(made, to) for one in _under_way):
+                        setattr(layer, name, to)  # vLLM copies it onto itself then
+        return original(layer, info)
+
+    return restore
+
+
+def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of what ends a reload: layers that did not get all of their elements, and attention."""
+
+    @functools.wraps(original)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        _flush(_under_way)
+        try:
+            found = original(*args, **kwargs)
+            _flush(_under_way)
+            return found
+        finally:
+            _under_way.clear()
+
+    return end
+
+
+#: What is replaced: in a module of vLLM's reload a function, and what makes the replacement.
+_HOOKS = (
+    (layerwise, "_layerwise_process", _processing),
+    (layerwise, "_reload_attention_scales", _processing),
+    (layerwise, "_copy_and_restore_kernel_tensors", _restoring),
+    (inplace, "finalize_layerwise_reload", _ending),
+)
+
+
+@functools.cache
+def _hooked() -> bool:
+    """Replaces vLLM's functions, once. False: this vLLM has others."""
+    if not all(callable(getattr(module, name, None)) for module, name, _ in _HOOKS):
+        return False
+    for module, name, replacement in _HOOKS:
+        setattr(module, name, replacement(getattr(module, name)))
+    return True
