@@ -374,7 +374,7 @@ mod tests {
 
     #[test]
     fn touches_of_small_pages_are_not_slow_and_those_of_a_slow_processor_gain_nothing() {
-        let us = |each| Ok::<_, ()>(Duration::from_micros(16 * each));
+        let us = |each: u64| Ok::<_, ()>(Duration::from_micros(16 * each));
         assert_eq!(is_slow(SLOW_TOUCH, 16, us(2).unwrap(), || us(0)), Ok(false));
         assert_eq!(is_slow(SLOW_TOUCH, 16, us(5).unwrap(), || us(1)), Ok(true));
         assert_eq!(is_slow(SLOW_TOUCH, 16, us(5).unwrap(), || us(4)), Ok(false));

@@ -249,7 +249,7 @@ fn populate(mapping: &Mapping, step: &Range<u64>) -> bool {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicUsize;
