@@ -79,10 +79,8 @@ def exchanged(found: list[dict[str, Any]]) -> None:
     assert sum(one["sent_bytes"] for one in both) == sum(one["received_bytes"] for one in both) > 0
 
 
-@pytest.mark.parametrize("model", ["qwen3-moe"])
-def test_reloads_after_a_load_together_are_each_ranks_own(
-    model: str, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_reloads_after_a_load_together(model: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folders = [checkpoint(model), checkpoint(model).with_suffix(".inverse")]
     given = {"folders": list(map(str, folders)), "options": TOGETHER, "times": 4}
     with group(tmp_path / "ranks", 2, "reloads", **given) as ranks:
@@ -91,6 +89,12 @@ def test_reloads_after_a_load_together_are_each_ranks_own(
     for one in found:
         assert one["differ"]
         assert (one["first"], one["reloads"], one["moved"]) == ([], [[]] * 4, [])
+    # Ranks read for each other again, except experts, which are loaded layer by layer
+    for number in range(4):
+        both = [one["exchanges"][number] for one in found]
+        if model == "llama":
+            assert [one["loads"] for one in both] == [1, 1]
+            assert both[0]["exchange"]["sent_bytes"] == both[1]["exchange"]["received_bytes"] > 0
 
 
 def test_an_adapter_on_a_model_that_ranks_have_loaded_together(

@@ -71,7 +71,15 @@ def reloads(rank: Rank, folders: list[str], options: dict[str, Any], times: int)
     (report,) = loader.reports
     found = {"differ": expected[0] != expected[1], "exchange": report["exchange"], "fallbacks": report["fallbacks"]}
     found["first"], where = _different(expected[0], model), addresses(model)
-    found |= {"reloads": [], "moved": []}
+    found |= {"reloads": [], "moved": [], "exchanges": []}
+    run = Recorder.run
+
+    def noted(self: Recorder, *args: Any) -> Any:
+        report = run(self, *args)
+        found["exchanges"].append({"loads": report["loads"], "exchange": report["exchange"]})
+        return report
+
+    Recorder.run = noted
     for number in range(1, times + 1):
         poison(model)
         with current(config):
