@@ -319,6 +319,22 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[penstock.Report]:
 
 
 @pytest.fixture
+def read_alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each tensor, or part of one, that a handle has read since without a load."""
+    found: list[int] = []
+    tensor = penstock._single_reads.SingleReads.tensor
+
+    def kept(self: Any, *more: Any) -> Any:
+        made = tensor(self, *more)
+        if made is not None:
+            found.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(penstock._single_reads.SingleReads, "tensor", kept)
+    return found
+
+
+@pytest.fixture
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A device mesh of two ranks of which this process is the second; there is no first, and nobody to talk to."""
     distributed = pytest.importorskip("torch.distributed")

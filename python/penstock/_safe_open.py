@@ -282,7 +282,7 @@ class safe_open:
             core = self._checkpoint._core
             number = core.index(name)
             _, dtype, _, shard, _, _ = core.info(number)
-            if not self._reads_ahead or self._single.is_distant(shard):
+            if self._single.is_distant(shard):
                 tensor = self._single.tensor(number, name, dtype, None, self._made_by, self._adapter)
                 if tensor is not None:
                     return tensor
