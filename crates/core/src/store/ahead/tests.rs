@@ -1,5 +1,7 @@
 //! Any file will do: this reads what it is told to, wherever that is.
 
+#![allow(clippy::unwrap_used)]
+
 use super::blocks::BLOCK;
 use super::crew::FRESH_READ;
 use super::queues::FRESH_BYTES;
