@@ -1,6 +1,6 @@
 //! Any file will do: this reads what it is told to, wherever that is.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use super::blocks::BLOCK;
 use super::crew::FRESH_READ;
