@@ -49,10 +49,10 @@ impl<'s> CallerRead<'s> {
     pub(super) fn plan(&mut self, parts: impl Iterator<Item = FileRange>) -> Result<bool> {
         let file = self.file;
         let mut state = lock(&self.shared.state);
-        let (mut span, mut count) = (u64::MAX..0, 0);
+        let (mut first, mut end, mut count) = (u64::MAX, 0, 0);
         for part in parts {
             count += 1;
-            span = span.start.min(part.offset)..span.end.max(part.offset + part.len);
+            (first, end) = (first.min(part.offset), end.max(part.offset + part.len));
             let is_long = part.len >= LONG;
             for number in part.offset / BLOCK..(part.offset + part.len).div_ceil(BLOCK) {
                 let whole = number * BLOCK..((number + 1) * BLOCK).min(self.size);
@@ -72,7 +72,7 @@ impl<'s> CallerRead<'s> {
         }
         self.enqueue(&mut state);
         if !state.released {
-            let ahead = state.window.ahead(file, span, self.data.clone());
+            let ahead = state.window.ahead(file, first..end, self.data.clone());
             let since = Instant::now();
             state.ahead.extend(ahead.into_iter().map(|place| Job { what: Task::Block(place), since }));
         }

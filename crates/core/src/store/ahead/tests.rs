@@ -1,5 +1,7 @@
 //! Any file will do: this reads what it is told to, wherever that is.
 
+#![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
+
 use super::blocks::BLOCK;
 use super::crew::FRESH_READ;
 use super::queues::FRESH_BYTES;
