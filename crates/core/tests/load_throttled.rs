@@ -208,7 +208,7 @@ fn written(files: &[&[u64]]) -> (tempfile::TempDir, Vec<PathBuf>) {
 /// the last read of a tensor bring others too.
 fn excess_over_the_window(files: &[PathBuf], window: u64, options: Options, takes: bool) -> u64 {
     let checkpoint = Arc::new(Checkpoint::open(files).unwrap());
-    let sizes: Vec<u64> = checkpoint.tensors().iter().map(|t| t.nbytes()).collect();
+    let sizes: Vec<u64> = checkpoint.tensors().map(|t| t.nbytes()).collect();
     let slack = 2 * options.extent;
     let request = Request {
         wants: Want::all(&checkpoint),
