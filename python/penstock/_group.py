@@ -474,8 +474,11 @@ class Gathering:
     def _forget(self, prefix: str, wanted: str | None) -> None:
         """Deletes what this rank has left in the store."""
         keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples", "done")]
+        counters = [prefix + what for what in ("read", "parted")]
         if self._rank == 0:
-            keys += [prefix + what for what in ("read", "parted")]
+            keys += counters
+        elif (forget := getattr(self._store.store, "penstock_forget", None)) is not None:
+            forget(counters)
         try:
             self._store.delete([*keys, prefix + wanted] if wanted is not None else keys)
         except PenstockError:  # not every store can

@@ -67,9 +67,14 @@ class _Corner:
         return list(store.multi_get([self._prefix + key for key in keys]))
 
     def delete_key(self, key: str) -> None:
+        self._mine.discard(key)
         delete = getattr(self.underlying_store, "delete_key", None)
         if delete is not None:
             delete(self._prefix + key)
+
+    def penstock_forget(self, keys: Sequence[str]) -> None:
+        """Another rank deletes these keys."""
+        self._mine.difference_update(keys)
 
     def leave(self, rank: int, size: int, limit: float) -> None:
         """This rank does nothing more here. The last one to say so deletes all that is left. Idempotent."""

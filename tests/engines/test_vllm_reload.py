@@ -19,6 +19,7 @@ from penstock.integrations import _vllm_loader
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._reload import Reloader
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm_model import addresses, configured, current, digests, poison
 
@@ -202,3 +203,23 @@ def test_weights_of_another_place(folders: list[Path], expected: list[dict[str, 
     third = shutil.copytree(folders[0], tmp_path / "third")
     reload(model, config, third)
     assert digests(model) == expected[0]
+
+
+@pytest.mark.parametrize("folders", ["llama"], indirect=True)
+def test_weights_of_two_places(folders: list[Path], expected: list[dict[str, str]], tmp_path: Path):
+    """A second place that the model names. Layers get tensors of both; the padded vocabulary comes from the first."""
+    model, config = served(folders[0], "penstock")
+    where = addresses(model)
+    both = [tmp_path / "first", tmp_path / "second"]
+    for number, folder in enumerate(both):
+        shutil.copytree(folders[1], folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+        tensors = penstock.load_file(folders[1], framework="pt")
+        half = {name: tensors[name] for name in sorted(tensors)[number::2]}
+        assert number or any("embed_tokens" in name or "lm_head" in name for name in half)
+        penstock.save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+    model.secondary_weights = [DefaultModelLoader.Source(str(both[1]), revision=None)]
+    for _ in range(2):
+        poison(model, 0xA7)
+        reload(model, config, both[0])
+        assert digests(model) == expected[1]
+        assert addresses(model) == where

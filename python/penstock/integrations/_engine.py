@@ -14,7 +14,7 @@ from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._collector import collector_paused
 from .._core import Options, storage_settings
-from .._errors import InvalidError, MissingDtypeError, UnsupportedError
+from .._errors import CancelledError, InvalidError, MissingDtypeError, StalledError, UnsupportedError
 from .._group import Gathering, confirm
 from .._group_stream import compare, corner, leave
 from .._joined import joined
@@ -122,6 +122,9 @@ class Chosen(NamedTuple):
             raise UnsupportedError(text)
 
 
+_STOPPED = "the model's own loader has stopped before it had all tensors; the log of this rank says why"
+
+
 class Loads:
     """The loads of one call of an engine's loader: one for each place that it takes weights from."""
 
@@ -150,7 +153,36 @@ class Loads:
             self._company.enter_context(joined(group, options=self.options))
             # Keys of its own: a rank that fails does not come as far as the others, and the next attempt begins anew
             self.group = corner(group)
-            self._company.callback(leave, self.group)
+            self._company.push(self._leave)
+
+    def _leave(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Says that this rank does nothing more with these keys. A store that did not answer is not asked again."""
+        if not isinstance(error, StalledError):
+            leave(self.group, None if self.options is None else self.options.peer_timeout)
+
+    def reloading(
+        self, ranks: Callable[[], Any], chosen: Chosen, keep: Callable[[str], bool] | None
+    ) -> Recorder | None:
+        """What records a reload of these files, by these ranks; None if they cannot be deferred.
+
+        Raises:
+            MissingDtypeError: torch has no such dtype.
+        """
+        self.join(ranks)
+        recorder = None
+        try:
+            with self._told():
+                try:
+                    recorder = Recorder(*chosen.opened(keep), self._device, self.options)
+                    recorder.check()
+                except MissingDtypeError:
+                    raise
+                except UnsupportedError:
+                    recorder = None
+        finally:
+            if recorder is None:
+                self._company.close()
+        return recorder
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
@@ -221,6 +253,8 @@ class Loads:
         except BaseException as error:
             if self.group is not None:
                 with suppress(BaseException), Gathering(self.group):
+                    if isinstance(error, GeneratorExit):
+                        raise CancelledError(_STOPPED) from error
                     raise error
             raise
 
@@ -249,24 +283,6 @@ class Loads:
     def cuts(self) -> Cuts:
         """What was copied, for reloads."""
         return cuts_of(part for recorder in self.recorders for part in recorder.layout)
-
-
-def reloading(
-    chosen: Chosen, keep: Callable[[str], bool] | None, device: torch.device, options: Options
-) -> Recorder | None:
-    """What records a reload of these files; None if they cannot be deferred.
-
-    Raises:
-        MissingDtypeError: torch has no such dtype.
-    """
-    try:
-        recorder = Recorder(*chosen.opened(keep), device, options)
-        recorder.check()
-    except MissingDtypeError:
-        raise
-    except UnsupportedError:
-        return None
-    return recorder
 
 
 def reloaded(

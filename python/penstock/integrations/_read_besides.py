@@ -10,19 +10,28 @@ _SHARE, _LEAST = 1.25, 16 << 20
 """Bytes read by bytes wanted, and bytes read beyond those: a load with less of either says nothing."""
 
 
+_NOT_ASKED_FOR = "asked for"
+"""The reason of a report if exchange is off by an option, or by the default on a GPU."""
+
+
 def read_besides(report: Report) -> str | None:
     """What to say of a load whose rank read or received much more than it wanted; None: nothing."""
     exchange: dict[str, Any] | None = report.get("exchange")
-    if exchange is not None and exchange["choice"] == "on":
-        return None
+    if exchange is None or exchange["choice"] == "on":
+        return None  # one rank alone, or each byte once
     wanted = report["nbytes"]
     network = report.get("network") or {}
     read = max(sum(way["bytes"] for way in report.get("routes", {}).values()), network.get("received_bytes", 0))
     if read < _SHARE * wanted or read - wanted < _LEAST:
         return None
     times = f"{read / max(wanted, 1):.1f} times as many"
-    return (
+    said = (
         f"{size_text(read)} were read for {size_text(wanted)} that this rank wants, {times}: "
-        "row-parallel weights are cut along their rows, and what lies between the pieces is read with them. Ranks that "
-        'read for each other take each byte once: --model-loader-extra-config \'{"exchange": "on"}\''
+        "row-parallel weights are cut along their rows, and what lies between the pieces is read with them"
+    )
+    if exchange["reason"] != _NOT_ASKED_FOR:
+        return f"{said}. Each rank reads for itself: {exchange['reason']}"
+    return (
+        f"{said}. Ranks that read for each other take each byte once, which has not run on a GPU yet: "
+        '--model-loader-extra-config \'{"exchange": "on"}\''
     )

@@ -20,7 +20,7 @@ from .._errors import UnsupportedError
 from .._group import confirm
 from .._paths import without_secrets
 from .._report import Report
-from ._engine import Chosen, Loads, reloaded, reloading, settings_of
+from ._engine import Chosen, Loads, reloaded, settings_of
 from ._pickles import naming_convert
 from ._pins import pinned_in
 from ._recorder import Recorder
@@ -28,7 +28,7 @@ from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 from ._strict import not_used
-from ._vllm_reload import waits, weights
+from ._vllm_reload import begin, waits, weights
 
 _ENGINE = "vLLM"
 _ITERATE = "safetensors_weights_iterator"
@@ -102,14 +102,14 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all tensors. Outside of `load_weights`, as in a reload, their copies are made at once."""
         self._model, self._name, self._asked = model, model_config.model, 0
+        if self._loads is None:
+            begin()
         for found in super().get_all_weights(model_config, model):
             self._check_asked()  # before a tensor of vLLM's own is copied
             yield found
 
-    def _reload(self, recorder: Recorder, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    def _reload(self, recorder: Recorder, loads: Loads) -> Iterator[tuple[str, torch.Tensor]]:
         """Deferred tensors for a reload; its ranks make one load."""
-        loads = Loads(device, self.settings.options)
-        loads.join(_ranks)
         with loads.company():
             yield from weights(recorder, loads.group, self.reports.append)
             if loads.group is not None:
@@ -183,9 +183,10 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
             if model is not None and waits(model, remote is not None):
-                recorder = reloading(chosen, keep, device, self.settings.options)
+                loads = Loads(device, self.settings.options)
+                recorder = loads.reloading(_ranks, chosen, keep)
                 if recorder is not None:
-                    return self._reload(recorder, device)
+                    return self._reload(recorder, loads)
             cuts = first.cuts if first else {}
             return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks())
 

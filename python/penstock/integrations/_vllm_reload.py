@@ -43,8 +43,11 @@ def waits(model: torch.nn.Module, is_remote: bool) -> bool:
     """Whether a reload of this model may put copies off.
 
     Not if weights are quantised: each layer is loaded on its own then, and parts that are read ahead are better. With
-    fused experts that holds for files on servers, where each load takes a round trip.
+    fused experts that holds for files on servers, where each load takes a round trip. Nor if weights come from several
+    places: a layer may have copies of two recorders then, and only one of them can put off all of its bytes.
     """
+    if getattr(model, "secondary_weights", ()):
+        return False
 
     def known(method: Any) -> bool:
         return type(method) in _DISPATCHED or (not is_remote and type(method).__name__ == _EXPERTS)
@@ -53,9 +56,14 @@ def waits(model: torch.nn.Module, is_remote: bool) -> bool:
     return _hooked() and all(known(one) for one in methods if isinstance(one, QuantizeMethodBase))
 
 
+def begin() -> None:
+    """Begins a reload, of one place or several: what one that failed has left is nobody's any more."""
+    _under_way.clear()
+
+
 def weights(recorder: Recorder, group: Any, done: Callable[[Report], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields deferred tensors, layer by layer. Behind the last one all copies are made, in one load of all ranks."""
-    _under_way.clear()  # those of a reload that failed
+    """Yields deferred tensors of one place, layer by layer. Behind the last one all copies are made, in one load of all
+    ranks. Layers that wait for tensors of another place keep theirs until vLLM processes them."""
     _under_way.append(recorder)
     yield from recorder.weights(order="layer")
     done(recorder.run(None, group))
