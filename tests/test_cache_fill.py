@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,8 @@ def test_after_a_load_that_keeps_the_page_cache_no_page_is_missing_either(model:
 def test_pages_that_the_kernel_takes_back_while_it_fills_are_filled_again(cold: Path, other: Path) -> None:
     fill = penstock.open(cold)._core.fill()
     assert fill is not None
-    while fill.nbytes < NBYTES:
-        pass
+    while fill.nbytes < NBYTES and fill.state == "running":
+        time.sleep(0.001)
     stream = iter(penstock.open(other).stream(framework="np", options={"copy": True, "window": MIB, "extent": 1 << 16}))
     next(stream)
     filled = fill.nbytes

@@ -119,7 +119,14 @@ def _parts(top: Sequence[str], files: Mapping[str, bytes], known: Sequence[str])
     if not any(name in files for name in _OF_PROCESSORS):
         return []
     folders = [name[:-1] for name in top if name.endswith("/") and not name.startswith((".", *_NO_PARTS))]
-    return [name for name in folders if name not in known][:_MOST_FOLDERS]
+    found = [name for name in folders if name not in known]
+    if found[_MOST_FOLDERS:]:
+        first = ", ".join(found[_MOST_FOLDERS : _MOST_FOLDERS + 3])
+        logger.warning(
+            "penstock: %d folders are not looked into for parts of a processor, %s among them: the first %d are",
+            len(found) - _MOST_FOLDERS, first, _MOST_FOLDERS,
+        )  # fmt: skip
+    return found[:_MOST_FOLDERS]
 
 
 def _modules(modules: bytes) -> list[str]:
