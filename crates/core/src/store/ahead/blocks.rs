@@ -86,12 +86,18 @@ impl Blocks {
     pub(super) fn unwant(&mut self, place: BlockId) {
         if let Some(block) = self.blocks.get_mut(&place) {
             block.waiting = block.waiting.saturating_sub(1);
+            // Nobody reads it: its job may never have been queued.
+            if block.waiting == 0 && matches!(block.stage, BlockStage::Queued) {
+                self.blocks.remove(&place);
+            }
         }
     }
 
+    /// A block that is to be read. One that has failed is read again, for those too that wait for it already.
     fn put(&mut self, place: BlockId) {
         self.clock += 1;
-        self.blocks.insert(place, HeldBlock { stage: BlockStage::Queued, waiting: 0, given: 0, used: self.clock });
+        let waiting = self.blocks.get(&place).map_or(0, |failed| failed.waiting);
+        self.blocks.insert(place, HeldBlock { stage: BlockStage::Queued, waiting, given: 0, used: self.clock });
     }
 
     /// `nbytes` bytes of a block, which is `len` long, are handed out. After the last one the block goes.
