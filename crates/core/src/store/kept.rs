@@ -141,8 +141,10 @@ impl Kept {
     }
 
     fn close_these(&self, files: impl Iterator<Item = u32>) {
-        let listed = |file: &u32| self.uses[*file as usize].listed.swap(false, Ordering::Relaxed);
-        close(files.filter(listed).map(|file| (self.files.clone(), file)));
+        close(files.map(|file| {
+            self.uses[file as usize].listed.store(false, Ordering::Relaxed);
+            (self.files.clone(), file)
+        }));
     }
 }
 

@@ -70,7 +70,9 @@ impl<'s> CallerRead<'s> {
                 return Ok(false);
             }
         }
-        self.enqueue(&mut state);
+        if !self.enqueue(&mut state) {
+            return Ok(false);
+        }
         if !state.is_ending() {
             let ahead = state.window.ahead(file, first..end, self.data.clone());
             let since = Instant::now();
@@ -89,10 +91,11 @@ impl<'s> CallerRead<'s> {
         }
     }
 
-    fn enqueue(&mut self, state: &mut Queues) {
+    /// Queues what is not there. `false`: the window has no room for it now.
+    fn enqueue(&mut self, state: &mut Queues) -> bool {
         let (file, since) = (self.file, Instant::now());
         let mut waits = false;
-        for (number, nbytes, memory) in &mut self.blocks {
+        for (at, (number, nbytes, memory)) in self.blocks.iter_mut().enumerate() {
             let place = (file, *number);
             let len = BLOCK.min(self.size - *number * BLOCK);
             if let Some(BlockStage::Here(there)) = state.window.get(place).map(|block| &block.stage) {
@@ -101,8 +104,10 @@ impl<'s> CallerRead<'s> {
                 continue;
             }
             waits = true;
-            if state.window.want(place) {
-                state.wanted.push_back(Job { what: Task::Block(place), since });
+            match state.window.want(place) {
+                Some(true) => state.wanted.push_back(Job { what: Task::Block(place), since }),
+                Some(false) => {}
+                None => return self.undo(at, state),
             }
         }
         // A request of 1 MiB is in four hands, one of 64 MiB in all.
@@ -122,6 +127,15 @@ impl<'s> CallerRead<'s> {
             state.wanted.push_back(Job { what: Task::Look(ticket.clone(), file), since });
             self.look = Some(ticket);
         }
+        true
+    }
+
+    /// Waits for none of the first `count` blocks any more.
+    fn undo(&self, count: usize, state: &mut Queues) -> bool {
+        for (number, ..) in self.blocks[..count].iter().filter(|block| block.2.is_none()) {
+            state.window.unwant((self.file, *number));
+        }
+        false
     }
 
     /// Waits for all that is read for this request.

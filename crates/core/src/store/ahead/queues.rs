@@ -120,11 +120,7 @@ pub(super) struct Progress {
 
 impl Progress {
     pub(super) fn plus(self, other: Progress) -> Progress {
-        Progress {
-            begun: self.begun + other.begun,
-            done: self.done + other.done,
-            left: self.left + other.left,
-        }
+        Progress { begun: self.begun + other.begun, done: self.done + other.done, left: self.left + other.left }
     }
 }
 
