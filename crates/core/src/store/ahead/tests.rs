@@ -420,7 +420,7 @@ fn threads_that_read_ahead_block_signals() {
     };
     let until = Instant::now() + STALL;
     loop {
-        let tasks = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| task.ok());
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().filter_map(Result::ok);
         let ours = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("status")).ok());
         let ours: Vec<_> = ours.filter(|status| status.starts_with("Name:\tpenstock-ahead")).collect();
         // One that has just started is about to.
