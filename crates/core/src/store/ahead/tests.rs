@@ -382,22 +382,6 @@ fn blocks_of_many_callers_stay_within_the_window() {
 }
 
 #[test]
-fn threads_that_stop_it_at_once_leave_no_trace() {
-    let made = made(2 * MIB, 64 * MIB);
-    made.same(&[0..10]);
-    std::thread::scope(|scope| {
-        for _ in 0..4 {
-            scope.spawn(|| (0..20).for_each(|_| stop_reading_ahead(STALL)));
-        }
-        (0..20).for_each(|number| made.same(&[number * 1000..number * 1000 + 10]));
-    });
-    assert!(!lock(&made.ahead.0.state).is_ending());
-    made.ahead.release();
-    stop_reading_ahead(STALL);
-    assert!(lock(&made.ahead.0.state).is_ending());
-}
-
-#[test]
 fn a_caller_that_gave_up_after_the_release_leaves_nothing_open() {
     let made = made(2 * MIB, 64 * MIB);
     made.same(&[0..10]);
