@@ -9,7 +9,7 @@ use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::memory::{Buffer, View};
-use crate::options::{Cache, Io, Options, MIB};
+use crate::options::{Cache, Io, Options, LEAST_GAP, MIB};
 use crate::plan::want::{Runs, Want};
 use crate::store::{Ahead, FileRange, FsKind, Kept};
 use crate::sync::Mutex;
@@ -107,12 +107,11 @@ impl Reader {
     /// Those of reading, `Changed` if the file is no longer the one that was opened, `Timeout`, and `Cancelled` if `go_on`
     /// says no.
     pub fn read(&self, want: &Want, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<Option<View>> {
-        let Some(open) = self.files.as_deref() else { return Ok(None) };
+        let Some(open) = self.usable() else { return Ok(None) };
         let runs = Runs::of(&self.checkpoint, want)?;
         let info = self.checkpoint.tensor(want.tensor);
         let (file, nbytes) = (info.file, runs.nbytes());
         let memory = match self.kind(open, file, go_on)? {
-            FsKind::Network if self.usable().is_none() => None,
             FsKind::Network => {
                 let found = &self.checkpoint.files()[file as usize];
                 let data = found.data_start..found.size;
@@ -128,7 +127,7 @@ impl Reader {
 
     /// One copy out of the page cache; `None` if not all of it is there.
     fn copy(&self, open: &ReaderFiles, file: u32, runs: &Runs) -> Result<Option<Arc<Buffer>>> {
-        let (nbytes, gap) = (runs.nbytes(), self.options.least_gap());
+        let (nbytes, gap) = (runs.nbytes(), self.options.least_gap().min(LEAST_GAP));
         let memory = Arc::new(Buffer::new(nbytes)?);
         if nbytes == 0 {
             return Ok(Some(memory));

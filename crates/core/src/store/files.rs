@@ -249,9 +249,18 @@ impl Files {
         lock(&self.open).retain(|o| Arc::strong_count(&o.fd) > 1);
     }
 
-    /// Keeps no descriptor of file number `file` any more. Reads that use one go on.
-    pub(crate) fn close_file(&self, file: u32) {
-        lock(&self.open).retain(|o| o.file != file);
+    /// Keeps no descriptor of file number `file` any more. The caller closes these; reads that use one go on.
+    pub(crate) fn take_open(&self, file: u32) -> Vec<Arc<OwnedFd>> {
+        let mut open = lock(&self.open);
+        let (taken, others) = std::mem::take(&mut *open).into_iter().partition::<Vec<_>, _>(|o| o.file == file);
+        *open = others;
+        taken.into_iter().map(|o| o.fd).collect()
+    }
+
+    /// Whether file number `file` is known to be on this machine, where nothing but the kernel closes it.
+    pub(crate) fn closes_at_once(&self, file: u32) -> bool {
+        let file = &self.files[file as usize];
+        known_disks::is_known(file.identity.dev) || file.facts.get().is_some_and(|facts| facts.kind != FsKind::Network)
     }
 
     /// What the file system of file number `file` allows.

@@ -3,14 +3,19 @@
 use super::facts::FsKind;
 use super::files::Files;
 use super::per_process::PerProcess;
+use crate::detached::detached;
 use crate::error::{ErrorKind, Result};
 use crate::sync::{lock, Mutex};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 /// Descriptors that this process keeps. One more closes the one that was used least recently.
 pub(crate) const MOST_KEPT: usize = 64;
+
+/// A server may have to answer when a file is closed. Nobody waits longer for it.
+const CLOSING: Duration = Duration::from_millis(20);
 
 /// Files of which descriptors stay open between reads.
 #[derive(Debug)]
@@ -66,7 +71,9 @@ impl Kept {
         let used = &self.uses[file as usize];
         used.last.store(CLOCK.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         let fd = match self.files.open(file, false) {
-            Err(e) if e.kind() == ErrorKind::Limit && close_least_recent(&mut lock(KEPT.get())) => {
+            Err(e) if e.kind() == ErrorKind::Limit => {
+                let one = take_least_recent(&mut lock(KEPT.get())).ok_or(e)?;
+                close(std::iter::once(one));
                 self.files.open(file, false)?
             }
             opened => opened?,
@@ -76,7 +83,10 @@ impl Kept {
             let mut kept = lock(KEPT.get());
             kept.retain(|one| one.files.strong_count() > 0 && one.used.listed.load(Ordering::Relaxed));
             kept.push(KeptFile { files: Arc::downgrade(&self.files), file, used: used.clone() });
-            while kept.len() > MOST_KEPT && close_least_recent(&mut kept) {}
+            let more = kept.len().saturating_sub(MOST_KEPT);
+            let taken: Vec<_> = (0..more).filter_map(|_| take_least_recent(&mut kept)).collect();
+            drop(kept);
+            close(taken.into_iter());
         }
         if stretches && !used.advised.swap(true, Ordering::Relaxed) {
             // SAFETY: advice about a descriptor that is held here.
@@ -122,24 +132,48 @@ impl Kept {
 
     /// Closes file number `file`. Reads that are under way go on.
     pub(crate) fn close(&self, file: u32) {
-        self.files.close_file(file);
-        self.uses[file as usize].listed.store(false, Ordering::Relaxed);
+        self.close_these(std::iter::once(file));
     }
 
     /// Closes all files.
     pub(crate) fn close_all(&self) {
-        (0..self.uses.len() as u32).for_each(|file| self.close(file));
+        self.close_these(0..self.uses.len() as u32);
+    }
+
+    fn close_these(&self, files: impl Iterator<Item = u32>) {
+        close(files.map(|file| {
+            self.uses[file as usize].listed.store(false, Ordering::Relaxed);
+            (self.files.clone(), file)
+        }));
     }
 }
 
-/// Closes the descriptor that was used least recently. Whether there was one.
-fn close_least_recent(kept: &mut Vec<KeptFile>) -> bool {
-    let last = |one: &KeptFile| one.used.last.load(Ordering::Relaxed);
-    let Some(at) = (0..kept.len()).min_by_key(|at| last(&kept[*at])) else { return false };
-    let one = kept.swap_remove(at);
-    one.used.listed.store(false, Ordering::Relaxed);
-    if let Some(files) = one.files.upgrade() {
-        files.close_file(one.file);
+/// Takes the file that was used least recently out of the list.
+fn take_least_recent(kept: &mut Vec<KeptFile>) -> Option<(Arc<Files>, u32)> {
+    loop {
+        let last = |at: &usize| kept[*at].used.last.load(Ordering::Relaxed);
+        let one = kept.swap_remove((0..kept.len()).min_by_key(last)?);
+        one.used.listed.store(false, Ordering::Relaxed);
+        if let Some(files) = one.files.upgrade() {
+            return Some((files, one.file));
+        }
     }
-    true
+}
+
+/// Closes these files, without any lock. A server may be slow to answer, or not answer at all: that is for another thread.
+fn close(files: impl Iterator<Item = (Arc<Files>, u32)>) {
+    let mut slow = Vec::new();
+    for (files, file) in files {
+        let open = files.take_open(file);
+        if !files.closes_at_once(file) {
+            slow.push((open, files));
+        }
+    }
+    if slow.iter().any(|(open, _)| !open.is_empty()) {
+        let close = move || {
+            drop(slow);
+            Ok(())
+        };
+        let _goes_on = detached(close, Some(CLOSING), || 0, || true);
+    }
 }

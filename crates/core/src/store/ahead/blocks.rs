@@ -67,31 +67,35 @@ impl Blocks {
         self.blocks.get(&place).is_some_and(|block| !matches!(block.stage, BlockStage::Failed(_)))
     }
 
-    /// A caller waits for this block. Whether it must be read first, before all others.
-    pub(super) fn want(&mut self, place: BlockId) -> bool {
+    /// A caller waits for this block. Whether it must be read first, before all others; `None`: there is no room for it.
+    pub(super) fn want(&mut self, place: BlockId) -> Option<bool> {
         if !self.has(place) {
-            self.make_room();
+            if !self.blocks.contains_key(&place) && !self.make_room(true) {
+                return None;
+            }
             self.put(place);
         }
-        match self.blocks.get_mut(&place) {
-            Some(block) => {
-                block.waiting += 1;
-                matches!(block.stage, BlockStage::Queued)
-            }
-            None => false,
-        }
+        let block = self.blocks.get_mut(&place)?;
+        block.waiting += 1;
+        Some(matches!(block.stage, BlockStage::Queued))
     }
 
     /// The caller waits no longer.
     pub(super) fn unwant(&mut self, place: BlockId) {
         if let Some(block) = self.blocks.get_mut(&place) {
             block.waiting = block.waiting.saturating_sub(1);
+            // Nobody reads it: its job may never have been queued.
+            if block.waiting == 0 && matches!(block.stage, BlockStage::Queued) {
+                self.blocks.remove(&place);
+            }
         }
     }
 
+    /// A block that is to be read. One that has failed is read again, for those too that wait for it already.
     fn put(&mut self, place: BlockId) {
         self.clock += 1;
-        self.blocks.insert(place, HeldBlock { stage: BlockStage::Queued, waiting: 0, given: 0, used: self.clock });
+        let waiting = self.blocks.get(&place).map_or(0, |failed| failed.waiting);
+        self.blocks.insert(place, HeldBlock { stage: BlockStage::Queued, waiting, given: 0, used: self.clock });
     }
 
     /// `nbytes` bytes of a block, which is `len` long, are handed out. After the last one the block goes.
@@ -143,7 +147,7 @@ impl Blocks {
         };
         let mut found = Vec::new();
         for number in numbers {
-            if !self.make_room() {
+            if !self.make_room(false) {
                 break;
             }
             self.put((file, number));
@@ -152,11 +156,14 @@ impl Blocks {
         found
     }
 
-    /// Drops blocks that were not used for longest until one more is within the limit. Whether it is.
-    fn make_room(&mut self) -> bool {
+    /// Drops blocks that were not used for longest until one more is within the limit. Whether it is. One that a caller
+    /// waits for goes before those that no thread has begun to read yet.
+    fn make_room(&mut self, is_wanted: bool) -> bool {
         while self.held() + BLOCK > self.most {
-            let idle = |block: &HeldBlock| {
-                block.waiting == 0 && matches!(block.stage, BlockStage::Here(_) | BlockStage::Failed(_))
+            let idle = |block: &HeldBlock| match block.stage {
+                BlockStage::Here(_) | BlockStage::Failed(_) => block.waiting == 0,
+                BlockStage::Queued => block.waiting == 0 && is_wanted,
+                BlockStage::Reading => false,
             };
             // Those that nobody has asked for yet are the last to go.
             let oldest = self.blocks.iter().filter(|(_, block)| idle(block));

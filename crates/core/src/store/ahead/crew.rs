@@ -3,6 +3,7 @@
 use super::blocks::{BlockId, BlockStage, BLOCK};
 use super::queues::{Crew, FileRange, Job, LastLook, Queues, Receipt, Task, RUNNING};
 use crate::error::{Error, ErrorKind, Result};
+use crate::machine::block_signals;
 use crate::memory::Buffer;
 use crate::options::MIB;
 use crate::store::pread::{read_fully, Stopped, MOST_PER_CALL};
@@ -59,10 +60,11 @@ impl Crew {
     }
 
     fn work(self: Arc<Self>) {
+        block_signals();
         let mut state = lock(&self.state);
         loop {
             let Some(job) = state.wanted.pop_front().or_else(|| state.ahead.pop_front()) else {
-                if state.released {
+                if state.is_ending() {
                     break;
                 }
                 state.idle += 1;
@@ -96,8 +98,8 @@ impl Crew {
                     _ => return state, // another thread has it, or nobody wants it any more
                 }
                 drop(state);
-                let read = guarded("penstock-ahead", || self.read_block(place)).and_then(|read| read);
-                let read = self.looked(place.0, BLOCK, read);
+                let read = || self.looked(place.0, BLOCK, self.read_block(place));
+                let read = guarded("penstock-ahead", read).and_then(|read| read);
                 let mut state = lock(&self.state);
                 if let Some(block) = state.window.get(place) {
                     block.stage = match read {
@@ -105,36 +107,37 @@ impl Crew {
                         Err(e) => BlockStage::Failed(e),
                     };
                 }
-                if state.released {
+                if state.is_ending() {
                     state.window.clear(None);
                 }
-                state
+                self.close_if_released(place.0, state)
             }
             Task::Direct(ticket, part, file) => {
                 drop(state);
                 if !ticket.given_up.load(Ordering::Relaxed) {
-                    let read =
-                        guarded("penstock-ahead", || self.read_direct(&ticket, part, file)).and_then(|read| read);
-                    self.end(&ticket, self.looked(file, part.len, read));
+                    ticket.begin();
+                    let read = || self.looked(file, part.len, self.read_direct(&ticket, part, file));
+                    ticket.end(guarded("penstock-ahead", read).and_then(|read| read));
                 }
-                lock(&self.state)
+                self.close_if_released(file, lock(&self.state))
             }
             Task::Look(ticket, file) => {
                 drop(state);
-                let looked =
-                    guarded("penstock-ahead", || self.kept.files().verify_file(file)).and_then(|looked| looked);
-                self.end(&ticket, self.forget_if_changed(file, looked));
+                ticket.begin();
+                ticket.end(guarded("penstock-ahead", || self.look(file)).and_then(|looked| looked));
                 lock(&self.state)
             }
         }
     }
 
-    fn end(&self, ticket: &Receipt, done: Result<()>) {
-        if let Err(e) = done {
-            lock(&ticket.failed).get_or_insert(e);
+    /// Closes a file that was opened after the release, for a caller that waits no longer.
+    fn close_if_released<'a>(&'a self, file: u32, state: MutexGuard<'a, Queues>) -> MutexGuard<'a, Queues> {
+        if !state.released || state.callers > 0 {
+            return state;
         }
-        // Release: the caller reads the memory after it has seen the last one.
-        ticket.left.fetch_sub(1, Ordering::Release);
+        drop(state);
+        self.kept.close(file);
+        lock(&self.state)
     }
 
     /// A read of a file is over: looks at the file if it is time to.
@@ -144,26 +147,31 @@ impl Crew {
             let window = state.window.held().max(LOOK_BYTES);
             let looked = state.looked.entry(file).or_insert(LastLook::now(false));
             looked.bytes += nbytes;
-            let due = looked.changed || looked.bytes >= window || looked.at.elapsed() >= FRESH_READ || read.is_err();
-            if due {
-                *looked = LastLook::now(looked.changed);
-            }
-            due
+            // Until a look is answered, others are due too: nobody knows yet what it finds.
+            looked.changed || looked.bytes >= window || looked.at.elapsed() >= FRESH_READ || read.is_err()
         };
         if !due {
             return read;
         }
         // What has changed is why a read failed, more often than not.
-        match self.forget_if_changed(file, self.kept.files().verify_file(file)) {
+        match self.look(file) {
             Err(e) if read.is_ok() || e.kind() == ErrorKind::Changed => Err(e),
             _ => read,
         }
     }
 
-    /// Nothing of a file that has changed is handed out any more. The next request opens it, and says so too.
-    fn forget_if_changed(&self, file: u32, looked: Result<()>) -> Result<()> {
+    /// Compares a file with its identity. Nothing of a file that has changed is handed out any more. The next request opens
+    /// it, and says so too.
+    fn look(&self, file: u32) -> Result<()> {
+        let began = Instant::now();
+        let looked = self.look_at(file);
         let mut state = lock(&self.state);
-        state.looked.insert(file, LastLook::now(looked.is_err()));
+        let last = state.looked.entry(file).or_insert(LastLook::now(false));
+        // A look that began before another one found a change says nothing of it.
+        let is_late = looked.is_ok() && last.changed && began < last.at;
+        if !is_late {
+            *last = LastLook::now(looked.is_err());
+        }
         if looked.is_err() {
             state.ahead.retain(|job| !matches!(job.what, Task::Block(place) if place.0 == file));
             state.window.clear(Some(file));
@@ -214,7 +222,7 @@ pub fn stop_reading_ahead(patience: Duration) {
         if state.threads == 0 {
             continue;
         }
-        let released = std::mem::replace(&mut state.released, true);
+        state.stopping += 1;
         state.ahead.clear();
         state.window.clear(None);
         shared.work.notify_all();
@@ -222,6 +230,6 @@ pub fn stop_reading_ahead(patience: Duration) {
             let left = until.saturating_duration_since(Instant::now());
             state = shared.done.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.released = released;
+        state.stopping -= 1;
     }
 }

@@ -1,11 +1,11 @@
 //! One request of a caller: what it needs is read, waited for, and copied.
 
 use super::blocks::{BlockStage, BLOCK};
-use super::queues::{Crew, FileRange, Job, LastLook, Queues, Receipt, Task, FRESH_BYTES, MOST_THREADS};
+use super::queues::{Crew, FileRange, Job, LastLook, Progress, Queues, Receipt, Task, FRESH_BYTES, MOST_THREADS};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Buffer;
 use crate::options::MIB;
-use crate::sync::{lock, MutexGuard};
+use crate::sync::lock;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -70,13 +70,16 @@ impl<'s> CallerRead<'s> {
                 return Ok(false);
             }
         }
-        self.enqueue(&mut state);
-        if !state.released {
+        if !self.enqueue(&mut state) {
+            return Ok(false);
+        }
+        if !state.is_ending() {
             let ahead = state.window.ahead(file, first..end, self.data.clone());
             let since = Instant::now();
             state.ahead.extend(ahead.into_iter().map(|place| Job { what: Task::Block(place), since }));
         }
-        self.shared.start_threads(state)
+        let path = || self.shared.kept.files().path(file);
+        self.shared.start_threads(state).map_err(|e| e.at(path()).range(first..end))
     }
 
     fn add_direct(&mut self, part: FileRange) {
@@ -88,10 +91,11 @@ impl<'s> CallerRead<'s> {
         }
     }
 
-    fn enqueue(&mut self, state: &mut Queues) {
+    /// Queues what is not there. `false`: the window has no room for it now.
+    fn enqueue(&mut self, state: &mut Queues) -> bool {
         let (file, since) = (self.file, Instant::now());
         let mut waits = false;
-        for (number, nbytes, memory) in &mut self.blocks {
+        for (at, (number, nbytes, memory)) in self.blocks.iter_mut().enumerate() {
             let place = (file, *number);
             let len = BLOCK.min(self.size - *number * BLOCK);
             if let Some(BlockStage::Here(there)) = state.window.get(place).map(|block| &block.stage) {
@@ -100,8 +104,10 @@ impl<'s> CallerRead<'s> {
                 continue;
             }
             waits = true;
-            if state.window.want(place) {
-                state.wanted.push_back(Job { what: Task::Block(place), since });
+            match state.window.want(place) {
+                Some(true) => state.wanted.push_back(Job { what: Task::Block(place), since }),
+                Some(false) => {}
+                None => return self.undo(at, state),
             }
         }
         // A request of 1 MiB is in four hands, one of 64 MiB in all.
@@ -117,52 +123,66 @@ impl<'s> CallerRead<'s> {
         }
         let looked = state.looked.entry(file).or_insert(LastLook::now(false));
         if !waits && (looked.changed || looked.at.elapsed() >= FRESH_BYTES) {
-            *looked = LastLook::now(looked.changed);
             let ticket = Receipt::new(None, 1);
             state.wanted.push_back(Job { what: Task::Look(ticket.clone(), file), since });
             self.look = Some(ticket);
         }
+        true
+    }
+
+    /// Waits for none of the first `count` blocks any more.
+    fn undo(&self, count: usize, state: &mut Queues) -> bool {
+        for (number, ..) in self.blocks[..count].iter().filter(|block| block.2.is_none()) {
+            state.window.unwant((self.file, *number));
+        }
+        false
     }
 
     /// Waits for all that is read for this request.
     pub(super) fn wait(&self, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<()> {
         let mut state = lock(&self.shared.state);
-        let (mut answers, mut moved) = (state.answers, Instant::now());
+        let (mut before, mut answers) = (self.progress(&mut state)?, state.answers);
+        let (mut moved, mut asked) = (Instant::now(), Instant::now());
         loop {
-            let tickets = || self.ticket.iter().chain(&self.look);
-            if let Some(e) = tickets().find_map(|ticket| lock(&ticket.failed).clone()) {
-                return Err(e);
-            }
-            let mut ready = tickets().all(|ticket| ticket.left.load(Ordering::Acquire) == 0);
-            for (number, _, memory) in &self.blocks {
-                if memory.is_some() {
-                    continue;
-                }
-                match state.window.get((self.file, *number)).map(|block| &block.stage) {
-                    Some(BlockStage::Here(_)) => {}
-                    Some(BlockStage::Failed(e)) => return Err(e.clone()),
-                    _ => ready = false,
-                }
-            }
-            if ready {
+            let now = self.progress(&mut state)?;
+            if now.left == 0 {
                 return Ok(());
             }
-            let (guard, waited) = self.shared.done.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner);
-            state = guard;
-            if state.answers != answers {
-                (answers, moved) = (state.answers, Instant::now());
+            // Answers for others say nothing of a job that a thread has begun with. One that is queued waits for them.
+            if now != before || (now.begun == now.done && state.answers != answers) {
+                (before, answers, moved) = (now, state.answers, Instant::now());
             }
             if moved.elapsed() >= self.shared.stall {
                 return Err(self.stalled());
             }
-            if waited.timed_out() {
+            if asked.elapsed() >= LOOK {
                 drop(state);
                 if !go_on() {
                     return Err(Error::new(ErrorKind::Cancelled, "the read was cancelled"));
                 }
-                state = lock(&self.shared.state);
+                (state, asked) = (lock(&self.shared.state), Instant::now());
+                continue;
             }
+            state = self.shared.done.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// How far this request is.
+    fn progress(&self, state: &mut Queues) -> Result<Progress> {
+        let mut found = Progress::default();
+        for ticket in self.ticket.iter().chain(&self.look) {
+            found = found.plus(ticket.progress()?);
+        }
+        for (number, ..) in self.blocks.iter().filter(|block| block.2.is_none()) {
+            let (begun, done) = match state.window.get((self.file, *number)).map(|block| &block.stage) {
+                Some(BlockStage::Here(_)) => (1, 1),
+                Some(BlockStage::Reading) => (1, 0),
+                Some(BlockStage::Failed(e)) => return Err(e.clone()),
+                Some(BlockStage::Queued) | None => (0, 0),
+            };
+            found = found.plus(Progress { begun, done, left: 1 - done });
+        }
+        Ok(found)
     }
 
     fn stalled(&self) -> Error {
@@ -177,7 +197,8 @@ impl<'s> CallerRead<'s> {
     }
 
     /// Takes the blocks that it has waited for. A request that has failed waits for them no longer.
-    pub(super) fn take(&mut self, mut state: MutexGuard<'_, Queues>, all: bool) -> Result<()> {
+    pub(super) fn take(&mut self, all: bool) -> Result<()> {
+        let mut state = lock(&self.shared.state);
         let mut gone = Ok(());
         for (number, nbytes, memory) in self.blocks.iter_mut().filter(|block| block.2.is_none()) {
             let place = (self.file, *number);

@@ -45,10 +45,21 @@ impl Ahead {
             answers: 0,
             looked: HashMap::new(),
             released: false,
+            stopping: 0,
+            callers: 0,
         };
         let most_threads = if threads == 0 { MOST_THREADS } else { (threads as usize).min(MOST_THREADS) };
         let (work, done) = (Condvar::new(), Condvar::new());
-        let shared = Arc::new(Crew { kept, stall, most_threads, state: Mutex::new(state), work, done });
+        let shared = Arc::new(Crew {
+            kept,
+            stall,
+            most_threads,
+            state: Mutex::new(state),
+            work,
+            done,
+            #[cfg(test)]
+            looks: Mutex::default(),
+        });
         let mut running = lock(RUNNING.get());
         running.retain(|one| one.strong_count() > 0);
         running.push(Arc::downgrade(&shared));
@@ -88,22 +99,29 @@ impl Ahead {
         if nbytes == 0 {
             return Ok(Some(asked.memory));
         }
-        let waited = match asked.plan(parts.clone()) {
-            Ok(true) => asked.wait(go_on),
-            Ok(false) => return Ok(None),
-            Err(e) => Err(e),
+        lock(&self.0.state).callers += 1;
+        let read = match asked.plan(parts.clone()) {
+            Ok(true) => {
+                let waited = asked.wait(go_on);
+                let taken = asked.take(waited.is_ok());
+                waited.and(taken).map(|()| true)
+            }
+            Ok(false) => Ok(false),
+            Err(e) => asked.take(false).and(Err(e)),
         };
-        let state = lock(&self.0.state);
-        let taken = asked.take(state, waited.is_ok());
-        waited.and(taken)?;
-        asked.copy(parts);
+        if matches!(read, Ok(true)) {
+            asked.copy(parts);
+        }
         let mut state = lock(&self.0.state);
+        state.callers -= 1;
         if state.released {
             state.window.clear(Some(file));
-            drop(state);
-            self.0.kept.close(file);
+            if state.callers == 0 {
+                drop(state);
+                self.0.kept.close_all();
+            }
         }
-        Ok(Some(asked.memory))
+        Ok(read?.then_some(asked.memory))
     }
 }
 

@@ -1,13 +1,13 @@
 //! What callers and the threads that read share: what is to be read, what is there, and when a file was looked at.
 
 use super::blocks::{BlockId, Blocks};
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::memory::Buffer;
 use crate::store::kept::Kept;
 use crate::store::per_process::PerProcess;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{lock, Condvar, Mutex};
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,18 @@ pub(super) struct Crew {
     pub(super) state: Mutex<Queues>,
     pub(super) work: Condvar,
     pub(super) done: Condvar,
+    /// No look at a file is answered while a test holds it.
+    #[cfg(test)]
+    pub(super) looks: Mutex<()>,
+}
+
+impl Crew {
+    /// Compares a file with its identity.
+    pub(super) fn look_at(&self, file: u32) -> Result<()> {
+        #[cfg(test)]
+        drop(lock(&self.looks));
+        self.kept.files().verify_file(file)
+    }
 }
 
 pub(super) struct Queues {
@@ -43,8 +55,19 @@ pub(super) struct Queues {
     /// Jobs that are done: what changes while the storage answers.
     pub(super) answers: u64,
     pub(super) looked: HashMap<u32, LastLook>,
-    /// Nothing is kept any more: descriptors are closed and threads end when there is nothing to do.
+    /// Nothing is kept any more: descriptors are closed.
     pub(super) released: bool,
+    /// Callers that end the threads, each before a fork.
+    pub(super) stopping: u32,
+    /// Requests that have not ended: their files stay open.
+    pub(super) callers: u32,
+}
+
+impl Queues {
+    /// Whether nothing is read ahead, and threads end when there is nothing to do.
+    pub(super) fn is_ending(&self) -> bool {
+        self.released || self.stopping > 0
+    }
 }
 
 /// The last comparison of a file with its identity, and the bytes that were read since.
@@ -72,17 +95,62 @@ pub(super) enum Task {
     Look(Arc<Receipt>, u32),
 }
 
-/// Reads to memory of a caller, which waits for them.
+/// Jobs of one request that its caller waits for, and the memory that they write to.
 pub(super) struct Receipt {
     pub(super) memory: Option<Arc<Buffer>>,
-    pub(super) left: AtomicUsize,
     pub(super) given_up: AtomicBool,
-    pub(super) failed: Mutex<Option<Error>>,
+    jobs: Mutex<JobCounts>,
+}
+
+struct JobCounts {
+    begun: usize,
+    done: usize,
+    left: usize,
+    failed: Option<Error>,
+}
+
+/// What a caller sees of its request: it moves as long as these change.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Progress {
+    /// Jobs that a thread has begun with.
+    pub(super) begun: usize,
+    pub(super) done: usize,
+    pub(super) left: usize,
+}
+
+impl Progress {
+    pub(super) fn plus(self, other: Progress) -> Progress {
+        Progress { begun: self.begun + other.begun, done: self.done + other.done, left: self.left + other.left }
+    }
 }
 
 impl Receipt {
     pub(super) fn new(memory: Option<Arc<Buffer>>, left: usize) -> Arc<Receipt> {
-        Arc::new(Receipt { memory, left: left.into(), given_up: false.into(), failed: Mutex::new(None) })
+        let jobs = Mutex::new(JobCounts { begun: 0, done: 0, left, failed: None });
+        Arc::new(Receipt { memory, given_up: false.into(), jobs })
+    }
+
+    pub(super) fn begin(&self) {
+        lock(&self.jobs).begun += 1;
+    }
+
+    /// One of the jobs is over. Its failure and the count change together: who sees the last one sees each failure.
+    pub(super) fn end(&self, done: Result<()>) {
+        let mut jobs = lock(&self.jobs);
+        jobs.left -= 1;
+        jobs.done += 1;
+        if let Err(e) = done {
+            jobs.failed.get_or_insert(e);
+        }
+    }
+
+    /// How far the jobs are, if none of them has failed.
+    pub(super) fn progress(&self) -> Result<Progress> {
+        let jobs = lock(&self.jobs);
+        match &jobs.failed {
+            Some(e) => Err(e.clone()),
+            None => Ok(Progress { begun: jobs.begun, done: jobs.done, left: jobs.left }),
+        }
     }
 }
 
