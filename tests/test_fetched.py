@@ -229,6 +229,14 @@ FOLDERS = (
 )
 
 
+def test_a_folder_that_has_only_folders_has_their_names(bucket):
+    bucket.objects["above/below/config.json"] = b"{}"
+    assert _core.names_in("s3://bucket/above/", None, settings(bucket), folders=True) == ["below/"]
+    for place, folders in (("s3://bucket/above/", False), ("s3://bucket/beyond/", True)):
+        with pytest.raises(penstock.NotFoundError, match="no object whose key begins with this"):
+            _core.names_in(place, None, settings(bucket), folders=folders)
+
+
 def test_folders_that_engines_read(bucket, temporary):
     bucket.objects |= {f"m/{path}": b"{}" for path in FOLDERS}
     bucket.objects |= {"m/vocab.bpe": b"#version", "m/model.yaml": b"a: 1", "m/checkpoint-10/config.json": b"{}"}

@@ -42,10 +42,13 @@ def quarter(tensor: Tensor) -> tuple[slice, slice]:
     return slice(0, tensor.shape[0]), slice(width, 2 * width)
 
 
+def whole(path: Path, tensor: Tensor) -> torch.Tensor:
+    bits = torch.from_numpy(reference.raw(reference.entries_of(path)[tensor.name]).copy())
+    return bits.view(torch.bfloat16).view(tensor.shape)
+
+
 def expected(path: Path, tensor: Tensor) -> torch.Tensor:
-    entry = reference.entries_of(path)[tensor.name]
-    bits = torch.from_numpy(reference.raw(entry).copy()).view(torch.int16).view(tensor.shape)
-    return bits[quarter(tensor)].contiguous().view(torch.bfloat16)
+    return whole(path, tensor)[quarter(tensor)].contiguous()
 
 
 def loaded(path: Path, tensor: Tensor, into: torch.Tensor, **options: Any) -> tuple[penstock.Report, int, int]:
@@ -148,3 +151,39 @@ def test_to_a_gpu_rows_lie_in_slabs_without_the_gaps_between_them(gpu: FakeTorch
     assert report.nbytes <= gpu.fake.counter("bytes_h2d") <= report.nbytes + 256
     # One contiguous transfer for each slab, where every row was one.
     assert gpu.fake.counter("copies") <= extents + 1
+
+
+#: Rows of 8 KiB. Both destinations take three quarters of each, so half of each is there twice.
+WIDE = Tensor("wide", "BF16", (1500, 4096))
+OVERLAPPING = [(slice(0, 1500), slice(0, 3072)), (slice(0, 1500), slice(1024, 4096))]
+
+
+def test_rows_that_several_destinations_take_are_no_more_than_a_slab_has(write: Write) -> None:
+    path = write(WIDE)
+    pagecache.hold(path)
+    everything = whole(path, WIDE)
+    into = [torch.full((1500, 3072), -1.0) for _ in OVERLAPPING]
+    parts = [penstock.Destination("wide", to, cut, cast=True) for to, cut in zip(into, OVERLAPPING, strict=True)]
+    report = penstock.open(path).load_into(parts, progress=False)
+    for to, cut in zip(into, OVERLAPPING, strict=True):
+        assert same(to, everything[cut].to(torch.float32))
+    # Each row once, as a whole: by rows it would be one and a half of them.
+    assert report.routes["buffered"]["bytes"] == 1500 * 8192
+    assert (report.gap_bytes, report.slack_bytes) == (0, 0)
+
+
+@pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
+def test_to_a_gpu_rows_that_several_destinations_take_are_no_more_than_a_slab_has(gpu: FakeTorch, write: Write) -> None:
+    path = write(WIDE)
+    pagecache.hold(path)
+    everything = whole(path, WIDE)
+    right = [everything[cut].contiguous() for cut in OVERLAPPING]
+    into = [gpu.destination(tensor) for tensor in right]
+    parts = [penstock.Destination("wide", to, cut) for to, cut in zip(into, OVERLAPPING, strict=True)]
+    report = penstock.open(path).load_into(parts, progress=False)
+    for to, tensor in zip(into, right, strict=True):
+        content = tensor.view(torch.uint8).numpy().tobytes()
+        gpu.consume(to, content)
+        assert gpu.fake.read(to.data_ptr(), to.nbytes) == content
+    gpu.fake.control("stream_synchronize", gpu.consumer, 0)
+    assert report.routes["buffered"]["bytes"] == 1500 * 8192

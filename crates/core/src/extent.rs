@@ -101,7 +101,8 @@ pub struct Extent {
     pub rows: Option<ByRows>,
 }
 
-/// How an extent is read row by row. In a slab its rows lie one behind the other, piece after piece.
+/// How an extent is read row by row. In a slab its rows lie one behind the other, piece after piece, and are together no
+/// longer than the extent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ByRows {
     /// Gaps between rows are read up to this many bytes. Longer ones are skipped.

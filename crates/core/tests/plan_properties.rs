@@ -138,6 +138,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         wanted_by.sort_unstable();
         wanted_by.dedup();
         wanted_by.iter().for_each(|&w| brought[w as usize] += 1);
+        let packed: u64 = pieces.iter().map(Piece::nbytes).sum();
         let first = distinct.iter().position(|w| *w).unwrap();
         let last = distinct.iter().rposition(|w| *w).unwrap() + 1;
         assert_eq!(e.wanted as usize, distinct.iter().filter(|w| **w).count(), "{e:?}");
@@ -146,9 +147,14 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         assert!((first as u64) < unit && e.len - (last as u64) < unit, "slack of {e:?}");
         for gap in distinct[first..last].chunk_by(|a, b| a == b).filter(|g| !g[0]) {
             let shares_a_unit = (gap.len() as u64) < 2 * unit;
-            assert!(gap.len() as u64 <= limits.gap || shares_a_unit, "a gap of {} in {e:?}", gap.len());
+            // By rows, long gaps are skipped. They are read only where the rows of all wants would be more bytes.
+            let by_rows = files[e.file as usize].rows.is_some() && (e.rows.is_some() || packed > e.len);
+            assert!(gap.len() as u64 <= limits.gap || shares_a_unit || by_rows, "a gap of {} in {e:?}", gap.len());
         }
 
+        if e.rows.is_some() && e.landing == Landing::Slab {
+            assert!(packed <= e.len, "{packed} bytes lie behind each other in the slab of {e:?}");
+        }
         if e.route == Route::Buffered {
             assert_eq!(e.slack, 0, "{e:?}");
         } else {
@@ -261,7 +267,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
     }
     routes(files, &sizes, schedule);
     let t = schedule.totals();
-    let bytes: u64 = schedule.extents.iter().map(|e| e.len).sum();
+    let bytes: u64 = schedule.extents.iter().map(Extent::bytes_read).sum();
     assert_eq!(t.mapped.bytes + t.buffered.bytes + t.direct.bytes, bytes);
     assert_eq!(t.wanted + t.slack + t.gap, bytes);
     assert_eq!(t.mapped.extents + t.buffered.extents + t.direct.extents, schedule.extents.len() as u64);
@@ -569,6 +575,37 @@ proptest! {
         }
         let wanted: u64 = wants.iter().map(|w| c.tensor(w.tensor).nbytes()).sum();
         prop_assert_eq!(schedule.totals().wanted, wanted);
+    }
+
+    /// In a slab they lie one behind the other, also those that several wants take.
+    #[test]
+    fn short_rows_need_no_more_room_in_a_slab_than_their_extent(
+        rows in 2..200u64,
+        width in 8..300u64,
+        cuts in prop::collection::vec((0..1000u64, 1..=1000u64, 1..4u64), 1..8),
+        padding in 0..5000usize,
+        extent in prop::sample::select(vec![PAGE, 20480]),
+        gap in prop::sample::select(vec![0u64, 100, 8192]),
+        foreign in any::<bool>(),
+    ) {
+        let c = checkpoint(&[(vec![("w".into(), DType::U8, vec![rows, width])], padding)]);
+        let wants = cuts.iter().map(|&(a, b, step)| {
+            let start = (a.min(b) * width / 1000).min(width - 2);
+            let end = (a.max(b) * width / 1000).clamp(start + 1, width - 1);
+            Want::part(0, [AxisSlice { start: 0, end: rows, step: 1 }, AxisSlice { start, end, step }])
+        });
+        let wants: Vec<Want> = wants.collect();
+        let limits = Limits { extent, gap: 0, scatter: None, direct_in_place: true, window: None };
+        let target = if foreign { Target::Foreign } else { Target::Gpu };
+        let layout = Layout::new(&c, &wants, &target, Order::File).unwrap();
+        let traits = [FileTraits { rows: Some(gap), ..FileTraits::default() }];
+        let schedule = Schedule::new(&c, &layout, &traits, &limits);
+        check(&c, &wants, &layout, &traits, &limits, &schedule);
+        let bytes = schedule.extents.iter().map(Extent::bytes_read).sum::<u64>();
+        prop_assert!(bytes <= rows * width);
+        if let [want] = &wants[..] {
+            prop_assert!(schedule.extents.iter().all(|e| e.rows.is_some()), "{want:?} by rows");
+        }
     }
 
     /// Runs two by two, too many of them to be read so: strips along the outer dimension, one between the other.

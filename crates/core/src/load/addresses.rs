@@ -110,9 +110,12 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
             slab => slab,
         };
         let (mut packed, mut rows) = (0, Vec::with_capacity(self.pieces.len()));
+        if in_slab && self.pieces.iter().map(Piece::nbytes).sum::<u64>() > self.extent.len {
+            return Err(internal("rows that need more room than their extent"));
+        }
         for p in self.pieces {
             let (to, to_stride) = match slab {
-                // The schedule keeps extents within a slab, and rows without their gaps are no longer.
+                // Whoever has the slab has seen that the extent is no longer.
                 Some(slab) if in_slab => (slab.wrapping_add(packed), p.len),
                 _ => ((self.block(p.block)? + p.to) as *mut u8, p.to_stride),
             };

@@ -1125,12 +1125,16 @@ impl Making<'_> {
     fn emit(&mut self, rules: &Rules, route: Route, landing: Landing) {
         let Some(first) = self.scratch.first().map(|p| p.from) else { return };
         let last = self.scratch.iter().map(end).max().unwrap_or(first);
-        let rows = rules.rows.map(|gap| {
+        let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
+        // In a slab they lie one behind the other. Those that several wants take lie there several times, and may need more
+        // room than the extent. Then it is read whole, which is less.
+        let packed: u64 = self.scratch.iter().map(Piece::nbytes).sum();
+        let by_rows = rules.rows.filter(|_| landing == Landing::Scatter || packed <= past - offset);
+        let rows = by_rows.map(|gap| {
             let read = |p: &Piece| rows::bytes_read(p.len, p.rows, p.from_stride, gap);
             let skipped = (last - first).saturating_sub(self.scratch.iter().map(read).sum());
             ByRows { gap, skipped }
         });
-        let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
         let pieces = self.keep(offset);
         self.schedule.extents.push(Extent {
             file: rules.file,

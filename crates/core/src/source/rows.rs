@@ -41,6 +41,8 @@ pub(super) struct Filled {
     pub(super) calls: u64,
     /// Offset in the read behind the last byte that is at its place, or may be.
     pub(super) reached: u64,
+    /// Offset in the read behind the first byte of the last strip that is at its place: the next one may begin there too.
+    pub(super) begun: u64,
     /// Set if it did not come to the end.
     pub(super) stopped: Option<Why>,
 }
@@ -52,8 +54,11 @@ impl RowReads<'_> {
     /// The places of all rows are writable.
     pub(super) unsafe fn fill(self, fd: RawFd, offset: u64, cap: u64) -> Filled {
         let mut filled = Filled::default();
+        // One past the first byte of the strip before.
+        let mut before = None;
         for strip in self.rows {
             let RowPlaces { from, to, len, rows, from_stride, to_stride } = *strip;
+            filled.begun = before.replace(from + 1).unwrap_or(0);
             let hole = from_stride.saturating_sub(len);
             let is_one = rows <= 1 || (hole == 0 && to_stride == len);
             let (each, count) = if is_one { (len * rows, 1) } else { (len, rows) };
@@ -210,6 +215,19 @@ mod tests {
             assert!(matches!(filled.stopped, Some(Why::Ended)), "{filled:?}");
             assert!((970_000..1_004_000).contains(&filled.reached), "{filled:?}");
         }
+    }
+
+    #[test]
+    fn of_two_strips_that_begin_together_the_first_is_known_to_be_at_its_place() {
+        let case = Case::new(1 << 20, &[(100, 4096, 1, 4096)]);
+        let mut memory = vec![0u8; 4096];
+        let at = |to: *mut u8| RowPlaces { from: 100, to, len: 4096, rows: 1, from_stride: 0, to_stride: 0 };
+        let rows = [at(memory.as_mut_ptr()), at(std::ptr::without_provenance_mut(64))];
+        let places = RowReads { rows: &rows, gap: GAP, scratch: &mut Vec::new() };
+        // SAFETY: the first place is ours. The kernel refuses to write to the second one.
+        let filled = unsafe { places.fill(case.file.as_file().as_raw_fd(), 0, u64::MAX) };
+        assert_eq!((filled.reached, filled.begun), (100, 101));
+        assert!(memory == case.of[100..4196]);
     }
 
     #[test]

@@ -477,7 +477,7 @@ impl PoolShared {
         let places = RowReads { rows, gap, scratch: &mut tools.window };
         // SAFETY: the rows' places are valid while `keep` is held (invariant 5).
         let outcome = unsafe { places.fill(fd.as_raw_fd(), read.offset, self.files.most_per_call()) };
-        tools.written = outcome.reached;
+        tools.written = outcome.reached.max(outcome.begun);
         match outcome.stopped {
             None => Ok(outcome.reached),
             // The last row is wanted too, so this is an error. The file may end before the row that is missing begins.

@@ -15,6 +15,8 @@ use std::sync::Arc;
 
 /// Bytes of one request to a store. Of a long header each request that is answered is progress, even if the store is slow.
 const MOST_PER_REQUEST: u64 = 8 << 20;
+/// A store has nothing, or only folders, where files are looked for.
+pub(super) const NO_OBJECT: &str = "the bucket or container has no object whose key begins with this";
 
 /// Something that can be opened: where it is, and the store that has it.
 #[derive(Debug, Clone)]
@@ -72,9 +74,13 @@ impl Origin {
 
     /// The names in the folder that this is; `None` if it is a file.
     pub(crate) fn names(&self, watch: &Watch) -> Result<Option<Vec<OsString>>> {
-        let is_file = |name: &OsString| !name.as_encoded_bytes().ends_with(b"/");
-        let entries = self.entries(watch)?;
-        Ok(entries.map(|names| names.into_iter().filter(is_file).collect()))
+        let Some(mut names) = self.entries(watch)? else { return Ok(None) };
+        let had_some = !names.is_empty();
+        names.retain(|name| !name.as_encoded_bytes().ends_with(b"/"));
+        if had_some && names.is_empty() && self.store.is_some() {
+            return Err(Error::new(ErrorKind::NotFound, NO_OBJECT).at(&self.location));
+        }
+        Ok(Some(names))
     }
 
     /// The same. A store's names of folders in it are among them, and end with a slash.

@@ -122,8 +122,13 @@ impl Address {
         };
         let server = self.redirected(&format!("//{host}/"))?.server;
         // The host may have the bucket in its name, where the path had it.
-        let bucket = server.host.split_once('.').filter(|_| server.host != self.server.host).map(|(bucket, _)| bucket);
-        let below = bucket.and_then(|bucket| self.target.strip_prefix(&format!("/{bucket}/")));
+        let path = self.target.split('?').next().unwrap_or_default();
+        let bucket = path.strip_prefix('/').and_then(|path| path.split_once('/')).map(|(bucket, _)| bucket);
+        let is_in_host = |bucket: &&str| {
+            server.host != self.server.host
+                && server.host.strip_prefix(*bucket).is_some_and(|rest| rest.starts_with('.') && !bucket.is_empty())
+        };
+        let below = bucket.filter(is_in_host).and_then(|bucket| self.target.get(bucket.len() + 2..));
         let target = below.map_or_else(|| self.target.clone(), |rest| format!("/{rest}"));
         Ok(Address { server, target })
     }
@@ -226,6 +231,8 @@ mod tests {
             ("https://b.s3.amazonaws.com/k?x", "b.s3-x.amazonaws.com", "b.s3-x.amazonaws.com", "/k?x"),
             ("https://s3.amazonaws.com/b/k", "b.s3-x.amazonaws.com", "b.s3-x.amazonaws.com", "/k"),
             ("https://s3.amazonaws.com/b/k", "s3-x.amazonaws.com", "s3-x.amazonaws.com", "/b/k"),
+            ("https://s3.amazonaws.com/my.b/k?x", "my.b.s3-x.amazonaws.com", "my.b.s3-x.amazonaws.com", "/k?x"),
+            ("https://s3.amazonaws.com/b", "b.s3-x.amazonaws.com", "b.s3-x.amazonaws.com", "/b"),
             ("http://127.0.0.1:1/b/k", "127.0.0.1:2", "127.0.0.1", "/b/k"),
         ] {
             let found = Address::parse(own).unwrap().moved(&MovedTo::Host(to.into())).unwrap();

@@ -11,6 +11,7 @@ use super::pages::{NextPage, Page, WITHOUT};
 use super::request::{Get, Listed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
+use crate::store::origin::NO_OBJECT;
 use crate::store::watch::still_wanted;
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -62,13 +63,10 @@ pub(super) fn list(
     }
     let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
     let names = listed(bucket, &format!("{key}{slash}"))?.map_err(|refusal| explained(refusal.error))?;
-    let is_empty = names.iter().all(|(name, _)| name.ends_with('/'));
-    if is_empty && slash.is_empty() {
-        return Err(Error::new(
-            ErrorKind::NotFound,
-            "the bucket or container has no object whose key begins with this",
-        ));
+    if names.is_empty() && slash.is_empty() {
+        return Err(Error::new(ErrorKind::NotFound, NO_OBJECT));
     }
+    let is_empty = slash == "/" && names.iter().all(|(name, _)| name.ends_with('/'));
     if is_empty {
         // An object whose name has another ending.
         return Ok(itself());

@@ -219,7 +219,10 @@ impl<W: Wires> Net<W> {
     pub(super) fn turn(&mut self, told: &mut Vec<Told>) -> Result<()> {
         let before = self.wires.now();
         self.share_of_node = self.node.as_mut().map_or(usize::MAX, |node| node.limit(before));
-        self.parting.expire(before);
+        // The places that are free now are for the first that looks.
+        if self.parting.expire(before) {
+            self.node.iter_mut().for_each(|node| node.look_again(before));
+        }
         if self.waiting.len() == 0 {
             self.parting.drop_spare();
         }
@@ -241,9 +244,8 @@ impl<W: Wires> Net<W> {
         let now = self.wires.now();
         let mut bytes = 0;
         for &number in &numbers {
-            if self.parting.advance(number, &mut self.discard) {
-                // The places that are free now are for the first that looks.
-                self.node.iter_mut().for_each(|node| node.look_again(now));
+            if let Some(is_free) = self.parting.advance(number, &mut self.discard) {
+                self.node.iter_mut().filter(|_| is_free).for_each(|node| node.look_again(now));
             } else if let Some(link) = self.links.take(number) {
                 bytes += self.advance(number, link, now, told);
             }

@@ -226,6 +226,25 @@ fn a_place_in_the_budget_is_free_when_the_server_has_closed_its_connection_and_n
 }
 
 #[test]
+fn others_are_looked_at_again_when_a_place_is_free_and_only_then() {
+    let (now, folder) = (Rc::new(Cell::new(Instant::now())), folder("again"));
+    let (begun, stream, mut net) = (now.get(), QuietStream::default(), quiet(&now));
+    net.node = Some(NodeBudget::join(&folder, 1, Jitter::seeded(3)).unwrap());
+    let link = made(&mut net, "10.0.0.1", begun, &stream);
+    net.leave(link, begun);
+    let node = net.node.as_mut().unwrap();
+    assert!(node.take(begun).is_none() && node.due().is_some(), "all places are taken, so it looks again later");
+    assert!(!net.parting.expire(begun + Duration::from_millis(999)) && net.parting.len() == 1);
+    assert_eq!(net.parting.advance(3, &mut []), None);
+    now.set(begun + Duration::from_secs(1));
+    net.longest_wait = Some(Duration::from_millis(1));
+    net.turn(&mut Vec::new()).unwrap();
+    assert_eq!(net.node.as_ref().map(NodeBudget::due), Some(None), "it is looked at once");
+    drop(net);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
 fn a_connection_that_still_brings_something_is_ended_at_once_and_its_place_is_kept_for_a_moment() {
     let (now, folder) = (Rc::new(Cell::new(Instant::now())), folder("abort"));
     let (begun, stream, mut net) = (now.get(), QuietStream::default(), quiet(&now));

@@ -75,17 +75,17 @@ impl<S: WireEnd> Parting<S> {
         })
     }
 
-    /// Something has happened on the connection with this number. Whether it is one of these.
-    pub(super) fn advance(&mut self, number: usize, into: &mut [u8]) -> bool {
-        let Some(number) = number.checked_sub(FIRST) else { return false };
-        let Some(Some(left)) = self.slots.get_mut(number) else { return true };
+    /// Something has happened on the connection with this number: whether its place is free now. `None`: it is none of these.
+    pub(super) fn advance(&mut self, number: usize, into: &mut [u8]) -> Option<bool> {
+        let number = number.checked_sub(FIRST)?;
+        let Some(Some(left)) = self.slots.get_mut(number) else { return Some(false) };
         while let Some(stream) = &mut left.stream {
             match stream.discard(into) {
                 Ok(got) if got > 0 => left.discarded += got,
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return true,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Some(false),
                 _ => {
                     self.free(number);
-                    return true;
+                    return Some(true);
                 }
             }
             if left.discarded > MOST {
@@ -93,16 +93,18 @@ impl<S: WireEnd> Parting<S> {
                 left.stream = None;
             }
         }
-        true
+        Some(false)
     }
 
-    /// Gives up the places whose servers have had their time.
-    pub(super) fn expire(&mut self, now: Instant) {
+    /// Gives up the places whose servers have had their time. Whether there were some.
+    pub(super) fn expire(&mut self, now: Instant) -> bool {
+        let before = self.len();
         for number in 0..self.slots.len() {
             if self.slots[number].as_ref().is_some_and(|left| left.until <= now) {
                 self.free(number);
             }
         }
+        self.len() < before
     }
 
     fn free(&mut self, number: usize) {
