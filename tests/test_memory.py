@@ -191,9 +191,10 @@ def test_staging_stays_under_its_limit(experts: Model, way: Way, staging: int) -
     slices = {name: (..., slice(0, checkpoint[name].shape[-1] // 2)) for name in checkpoint}
     jobs = [checkpoint.start(slices=slices, options={**way.options, "staging": staging}) for _ in range(3)]
     results = [job.result() for job in jobs]
-    for job, tensors in zip(jobs, results, strict=True):
-        assert job.report is not None
-        assert 0 < job.report.peak_staging <= staging
+    reports = [job.report for job in jobs if job.report is not None]
+    assert len(reports) == 3 and all(report.peak_staging <= staging for report in reports)
+    assert any(report.peak_staging > 0 for report in reports)  # what another one has brought in needs none
+    for tensors in results:
         for name, tensor in tensors.items():
             half = experts.elements_of(name)[..., : checkpoint[name].shape[-1] // 2]
             assert flat(tensor).tobytes() == half.tobytes(), name
