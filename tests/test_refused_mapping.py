@@ -216,7 +216,6 @@ def test_an_overlay_over_memory_and_one_over_a_disk_are_mapped(tmp_path: Path, l
 
 
 @fuse
-@pytest.mark.machine  # the threads of the file system tell what they hear, and a busy machine runs them in any order
 @pytest.mark.parametrize("threads", [1, 4, 16])
 def test_each_reader_of_a_fuse_file_has_a_descriptor_and_reads_forward(tmp_path: Path, threads: int):
     ordeal.write(tmp_path / "model.safetensors", 64, 1 << 20)
@@ -232,7 +231,8 @@ def test_each_reader_of_a_fuse_file_has_a_descriptor_and_reads_forward(tmp_path:
     assert 1 <= len(data) <= threads
     if threads > 1:
         assert len(data) > 1, "all on one descriptor"
-    extents = [[offset >> 20 for offset in offsets] for offsets in data]
+    # The kernel reads ahead, into the next extent too, and those requests overtake each other: the first of each counts
+    extents = [[*dict.fromkeys(offset >> 20 for offset in offsets)] for offsets in data]
     assert all(those == sorted(those) for those in extents), extents
 
 
