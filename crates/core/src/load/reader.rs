@@ -137,6 +137,10 @@ impl Reader {
         if runs.count() > MOST_RANGES || (runs.count() > 1 && (runs.axes.len() > 1 || apart > gap)) {
             return Ok(None);
         }
+        // Where not all of it is there, the kernel begins to read the whole span: no more than a load would read.
+        if runs.count() * runs.len + (runs.count() - 1) * apart > MOST_COPIED {
+            return Ok(None);
+        }
         Ok(open.kept.copy(file, runs.start, (runs.count(), runs.len, apart), memory.at())?.then_some(memory))
     }
 
