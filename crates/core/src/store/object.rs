@@ -19,6 +19,9 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
+/// What a listing says that has nothing.
+pub(super) const NO_OBJECT: &str = "the bucket or container has no object whose key begins with this";
+
 /// The first bytes of an object, and what tells it apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Head {

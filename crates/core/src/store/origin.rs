@@ -4,7 +4,7 @@
 use super::heads::{is_gone, is_link, local_content, local_names, LocalHead};
 use super::known_disks::leads_to_known_disk;
 use super::location::Location;
-use super::object::{Head, Object, Store};
+use super::object::{Head, Object, Store, NO_OBJECT};
 use super::stores::Stores;
 use super::version::Version;
 use super::watch::Watch;
@@ -15,8 +15,6 @@ use std::sync::Arc;
 
 /// Bytes of one request to a store. Of a long header each request that is answered is progress, even if the store is slow.
 const MOST_PER_REQUEST: u64 = 8 << 20;
-/// A store has nothing, or only folders, where files are looked for.
-pub(super) const NO_OBJECT: &str = "the bucket or container has no object whose key begins with this";
 
 /// Something that can be opened: where it is, and the store that has it.
 #[derive(Debug, Clone)]

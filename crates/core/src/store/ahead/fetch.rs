@@ -1,7 +1,7 @@
 //! One request of a caller: what it needs is read, waited for, and copied.
 
 use super::blocks::{BlockStage, BLOCK};
-use super::queues::{Crew, FileRange, Job, LastLook, Progress, Queues, Receipt, Task, FRESH_BYTES, MOST_THREADS};
+use super::queues::{Crew, FileRange, Headway, Job, LastLook, Queues, Receipt, Task, FRESH_BYTES, MOST_THREADS};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Buffer;
 use crate::options::MIB;
@@ -168,8 +168,8 @@ impl<'s> CallerRead<'s> {
     }
 
     /// How far this request is.
-    fn progress(&self, state: &mut Queues) -> Result<Progress> {
-        let mut found = Progress::default();
+    fn progress(&self, state: &mut Queues) -> Result<Headway> {
+        let mut found = Headway::default();
         for ticket in self.ticket.iter().chain(&self.look) {
             found = found.plus(ticket.progress()?);
         }
@@ -180,7 +180,7 @@ impl<'s> CallerRead<'s> {
                 Some(BlockStage::Failed(e)) => return Err(e.clone()),
                 Some(BlockStage::Queued) | None => (0, 0),
             };
-            found = found.plus(Progress { begun, done, left: 1 - done });
+            found = found.plus(Headway { begun, done, left: 1 - done });
         }
         Ok(found)
     }

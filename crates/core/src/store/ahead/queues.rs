@@ -111,16 +111,16 @@ struct JobCounts {
 
 /// What a caller sees of its request: it moves as long as these change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Progress {
+pub(super) struct Headway {
     /// Jobs that a thread has begun with.
     pub(super) begun: usize,
     pub(super) done: usize,
     pub(super) left: usize,
 }
 
-impl Progress {
-    pub(super) fn plus(self, other: Progress) -> Progress {
-        Progress { begun: self.begun + other.begun, done: self.done + other.done, left: self.left + other.left }
+impl Headway {
+    pub(super) fn plus(self, other: Headway) -> Headway {
+        Headway { begun: self.begun + other.begun, done: self.done + other.done, left: self.left + other.left }
     }
 }
 
@@ -145,11 +145,11 @@ impl Receipt {
     }
 
     /// How far the jobs are, if none of them has failed.
-    pub(super) fn progress(&self) -> Result<Progress> {
+    pub(super) fn progress(&self) -> Result<Headway> {
         let jobs = lock(&self.jobs);
         match &jobs.failed {
             Some(e) => Err(e.clone()),
-            None => Ok(Progress { begun: jobs.begun, done: jobs.done, left: jobs.left }),
+            None => Ok(Headway { begun: jobs.begun, done: jobs.done, left: jobs.left }),
         }
     }
 }

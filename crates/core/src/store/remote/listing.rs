@@ -11,7 +11,7 @@ use super::pages::{NextPage, Page, WITHOUT};
 use super::request::{Get, Listed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
-use crate::store::origin::NO_OBJECT;
+use crate::store::object::NO_OBJECT;
 use crate::store::watch::still_wanted;
 use std::collections::HashSet;
 use std::fmt::Write as _;
