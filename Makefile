@@ -93,7 +93,7 @@ test-rust: environment
 # Processes that run tests which compute. Many of them wait for others, so there are more than processors. Tests that observe
 # the machine run alone, before them. Compiled modules are kept where the environment says no too: each process would compile
 # all tests again, which takes twice as long as the rest of what it imports.
-WORKERS ?= $(shell n=$$(($$(nproc) * 2 + 1)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
+WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
 PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
 	PENSTOCK_TEST_NETBENCH=$(TARGET)/release \
 	$(RUN) -m pytest --durations=20

@@ -101,6 +101,7 @@ def test_a_file_system_that_refuses_o_direct_is_not_timed(matrix: Path) -> None:
 
 
 @needs_fuse
+@pytest.mark.machine  # a file system of Python that gets no processor for two seconds hangs
 def test_storage_that_answers_slowly_is_not_taken_for_hung(matrix: Path) -> None:
     with slow_fs.mounted(matrix) as fs:
         fs.tell(latency=0.1)
