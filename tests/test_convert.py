@@ -37,8 +37,8 @@ def test_a_checkpoint_is_written_anew(small: Path, tmp_path: Path, cli: Command,
     same(dict(penstock.open(tmp_path / "new").load()), dict(penstock.open(small).load()))
 
 
-def test_tensors_are_cast(small: Path, tmp_path: Path, cli: Command):
-    assert cli("convert", small, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
+def test_tensors_are_cast(small: Path, tmp_path: Path, torch_cli: Command):
+    assert torch_cli("convert", small, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
     same(dict(penstock.open(tmp_path / "half").load()), dict(penstock.open(small).load(dtype="bfloat16")))
 
 
@@ -85,9 +85,9 @@ def test_what_no_framework_has_is_written_anew_as_bytes(tmp_path: Path, cli: Com
     same(dict(penstock.open(tmp_path / "new").load(dtype="raw")), dict(penstock.open(source).load(dtype="raw")))
 
 
-def test_what_no_framework_has_stays_where_others_are_cast(tmp_path: Path, cli: Command):
+def test_what_no_framework_has_stays_where_others_are_cast(tmp_path: Path, torch_cli: Command):
     source = synth.write_file(tmp_path / "m.safetensors", NARROW)
-    assert cli("convert", source, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
+    assert torch_cli("convert", source, tmp_path / "half", "--dtype", "bfloat16").returncode == 0
     found, before = entries(tmp_path / "half"), entries(source)
     assert {name for name in found if found[name] != before[name]} == {"w", "half"}
     assert found["w"][:2] == ("BF16", (3, 5)) and found["half"][:2] == ("BF16", (7,))
@@ -144,7 +144,7 @@ print(most - before, report.peak_staging, report.threads)
     same(dict(penstock.open(tmp_path / "to").load()), {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
-def test_pickles_become_safetensors(tmp_path: Path, cli: Command):
+def test_pickles_become_safetensors(tmp_path: Path, torch_cli: Command):
     weight = torch.randn(8, 4)
     parts = [{"embed": weight, "head": weight, "view": weight[2:4]}, {"norm": torch.ones(3, dtype=torch.bfloat16)}]
     for number, part in enumerate(parts, 1):
@@ -152,7 +152,7 @@ def test_pickles_become_safetensors(tmp_path: Path, cli: Command):
     names = {name: f"pytorch_model-0000{n}-of-00002.bin" for n, part in enumerate(parts, 1) for name in part}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
     for source in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
-        done = cli("convert", source, tmp_path / "st")
+        done = torch_cli("convert", source, tmp_path / "st")
         assert done.returncode == 0, done.stderr
         opened = penstock.open(tmp_path / "st")
         assert opened.metadata == {"format": "pt", "head": "embed"}
@@ -167,9 +167,9 @@ class Evil:
         return (print, ("ran",))
 
 
-def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, cli: Command):
+def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, torch_cli: Command):
     torch.save({"a": Evil()}, tmp_path / "evil.bin")
-    done = cli("convert", tmp_path / "evil.bin", tmp_path / "out")
+    done = torch_cli("convert", tmp_path / "evil.bin", tmp_path / "out")
     assert done.returncode == 2
     assert "weights_only" in done.stderr
     assert "ran" not in done.stdout
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_not_converted_into_its_own_directory(small: Path, cli: 
     assert sorted(path.name for path in small.iterdir()) == before
 
 
-def test_links_in_the_directory_are_replaced_and_not_followed(tmp_path: Path, cli: Command):
+def test_links_in_the_directory_are_replaced_and_not_followed(tmp_path: Path, torch_cli: Command):
     state = {"w": torch.randn(33, 7)}
     blob, to = tmp_path / "blob.safetensors", tmp_path / "to"
     penstock.save_file(state, blob, fsync=False)
@@ -192,7 +192,7 @@ def test_links_in_the_directory_are_replaced_and_not_followed(tmp_path: Path, cl
     to.mkdir()
     for name in ("model.safetensors", "model-00001-of-00001.safetensors"):
         (to / name).symlink_to("../blob.safetensors")
-    assert cli("convert", blob, to, "--dtype", "bfloat16").returncode == 0
+    assert torch_cli("convert", blob, to, "--dtype", "bfloat16").returncode == 0
     assert blob.read_bytes() == before
     assert [path.name for path in to.iterdir() if not path.is_symlink()] == ["model.safetensors"]
     assert len(list(to.iterdir())) == 1

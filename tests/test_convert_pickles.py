@@ -397,3 +397,81 @@ def test_files_of_both_kinds_are_not_mixed(tmp_path: Path):
     penstock.save_file({"x": torch.ones(3)}, tmp_path / "b.safetensors", fsync=False)
     with pytest.raises(penstock.InvalidError, match=r"and not b\.safetensors"):
         convert([str(tmp_path / "a.bin"), str(tmp_path / "b.safetensors")], tmp_path / "to")
+
+
+# What a file holds besides
+
+
+SMALL = {"w": torch.arange(3.0), "b": torch.ones(2, 2)}
+
+
+def convert_one(content: Any, to: Path, **how: Any) -> tuple[dict[str, Any], str]:
+    """What is converted of a file with this content, and the warnings."""
+    torch.save(content, to / "m.pth", **how)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        convert([str(to / "m.pth")], to / "out", fsync=False, progress=False)
+    return penstock.open(to / "out").load(), " ".join(str(one.message) for one in told)
+
+
+@pytest.mark.parametrize("key", ["params", "params_ema", "generator", "weight", "net_g", "ema", "student"])
+def test_the_only_state_dict_that_a_trainer_saved_is_converted(tmp_path: Path, key: str):
+    """BasicSR's, RVC's and others have their own names for it."""
+    found, told = convert_one(
+        {key: SMALL, "iter": 7, "config": [1], "optimizer": {"state": {}}, "version": "v2"}, tmp_path
+    )
+    assert all(torch.equal(found[name], SMALL[name]) for name in SMALL) and not told
+
+
+@pytest.mark.parametrize(
+    ("taken", "other"),
+    [("state_dict", "state_dict_ema"), ("model", "ema"), ("params_ema", "params"), ("module", "generator")],
+)
+def test_of_two_state_dicts_the_usual_one_counts_and_the_other_is_told(tmp_path: Path, taken: str, other: str):
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in SMALL.items()}
+    found, told = convert_one({other: zeros, taken: SMALL}, tmp_path)
+    assert all(torch.equal(found[name], SMALL[name]) for name in SMALL)
+    assert f"{taken!r} are converted" in told and f"{other!r} passed over" in told
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"generator": SMALL, "discriminator": SMALL},
+        {"w": SMALL["w"], "more": SMALL},
+        {"encoder": {"layer": SMALL}},
+        {**SMALL, "step": 7},
+        {("a", 1): SMALL["w"]},
+        {0: SMALL["w"]},
+    ],
+    ids=["two", "beside tensors", "nested", "a number", "a tuple", "an index"],
+)
+def test_what_is_not_one_state_dict_is_refused(tmp_path: Path, content: Any):
+    with pytest.raises(penstock.InvalidError) as caught:
+        convert_one(content, tmp_path)
+    assert "is a Tensor, not a tensor" not in str(caught.value)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_later_protocol_is_read_or_told_and_the_advice_works(tmp_path: Path, protocol: int, old: bool):
+    how = {"pickle_protocol": protocol, "_use_new_zipfile_serialization": not old}
+    try:
+        found, _ = convert_one(SMALL, tmp_path, **how)
+    except penstock.InvalidError as error:
+        assert "pickle, of a later protocol" in str(error) and "without pickle_protocol=" in str(error)
+        found, _ = convert_one(SMALL, tmp_path, _use_new_zipfile_serialization=not old)
+    assert all(torch.equal(found[name], SMALL[name]) for name in SMALL)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["consolidated.00.pth", "consolidated.01.pth"], ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]],
+)
+def test_parts_of_ranks_are_not_taken_for_a_choice(tmp_path: Path, names: list[str]):
+    """One of them would be a part of each tensor."""
+    for name in names:
+        torch.save(SMALL, tmp_path / name)
+    with pytest.raises(penstock.InvalidError, match="one rank's part of a model") as caught:
+        convert([str(tmp_path)], tmp_path / "out", progress=False)
+    assert "give one of them" not in str(caught.value)

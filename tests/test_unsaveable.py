@@ -77,6 +77,22 @@ def module_with(tensor: Any) -> nn.Module:
     return made
 
 
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+def cut(nbytes: int, step: int = 1) -> torch.Tensor:
+    """Six numbers, of whose storage so many bytes are left: what FSDP makes of parameters between two steps."""
+    made = torch.ones(6)[::step]
+    made.untyped_storage().resize_(nbytes)
+    return made
+
+
+def fake() -> torch.Tensor:
+    with torch._subclasses.FakeTensorMode():
+        return torch.ones(3)
+
+
 def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
 
@@ -99,6 +115,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: module_with(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
         ("0.odd", "qint8", "dequantize()"),
     ),
+    "complex128": (
+        lambda: module_with(torch.ones(2, dtype=torch.complex128)),
+        ("0.odd", "complex128", "torch.view_as_real"),
+    ),
+    "int1": (lambda: module_with(torch.zeros(4, dtype=torch.int1)), ("0.odd", "int1", ".view(torch.uint8)")),
+    "nested": (lambda: module_with(nested(torch.strided)), ("0.odd", "nested", ".unbind()", ".to_padded_tensor(0)")),
+    "jagged": (lambda: module_with(nested(torch.jagged)), ("0.odd", "nested", ".unbind()", ".to_padded_tensor(0)")),
+    "freed": (lambda: module_with(cut(0)), ("0.odd", "needs 24 bytes", "has 0", "Gather it")),
+    "cut": (lambda: module_with(cut(20)), ("0.odd", "needs 24 bytes", "has 20", "Gather it")),
+    "cut view": (lambda: module_with(cut(20, 5)), ("0.odd", "needs 24 bytes", "has 20")),
+    "fake": (lambda: module_with(fake()), ("0.odd", "FakeTensor", "no values")),
     "meta": (lambda: nn.Linear(2, 2, device="meta"), ("weight", "meta", "no values")),
 }
 
@@ -143,6 +170,13 @@ def test_the_ways_out_work(tmp_path: Path):
     penstock.torch.save_file({"w": torch.eye(3).to_sparse().to_dense()}, tmp_path / "dense.safetensors")
     whole = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     penstock.save_file({"w": whole.dequantize(), "i": whole.int_repr()}, tmp_path / "q.safetensors")
+    pairs = torch.view_as_real(torch.ones(2, dtype=torch.complex128))
+    penstock.torch.save_file(
+        {"w": pairs, "i": torch.zeros(4, dtype=torch.int1).view(torch.uint8)}, tmp_path / "c.safetensors"
+    )
+    for layout in (torch.strided, torch.jagged):
+        parts = {f"w{n}": part.clone() for n, part in enumerate(nested(layout).unbind())}
+        penstock.torch.save_file(parts | {"w": nested(layout).to_padded_tensor(0)}, tmp_path / "nested.safetensors")
     assert dict(penstock.open(tmp_path / "lazy").load()).keys() == module.state_dict().keys()
     assert penstock.load_file(tmp_path / "whole.safetensors")["w"].tolist() == [[0.5, 0.5]] * 3
     tied = nn.Module()
@@ -160,6 +194,41 @@ def test_the_ways_out_work(tmp_path: Path):
 def test_extra_state_that_is_a_tensor_is_saved(tmp_path: Path):
     penstock.save(WithState(torch.arange(3)), tmp_path)
     assert penstock.open(tmp_path).load()["_extra_state"].tolist() == [0, 1, 2]
+
+
+def test_what_a_mask_hides_is_not_saved_without_a_word(tmp_path: Path):
+    array = np.ma.masked_array(np.arange(3.0), [True, False, False])
+    for save in (
+        lambda: penstock.save({"w": array}, tmp_path),
+        lambda: penstock.save_file({"w": array}, tmp_path / "m.safetensors"),
+        lambda: penstock.numpy.save_file({"w": array}, tmp_path / "m.safetensors"),
+    ):
+        with pytest.raises(penstock.PenstockError, match=r"w has masked values.*\.filled\(\).*\.mask"):
+            save()
+    assert not list(tmp_path.iterdir())
+    penstock.save_file({"w": array.filled(), "mask": array.mask}, tmp_path / "m.safetensors")
+    penstock.save_file({"w": np.ma.masked_array(np.arange(3.0))}, tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["g", "G", "M8[D]", "m8[s]"])
+def test_arrays_without_a_counterpart_and_the_ways_out(tmp_path: Path, kind: str):
+    array = np.zeros(2, kind)
+    with pytest.raises(penstock.PenstockError, match="w is an array of") as caught:
+        penstock.save_file({"w": array}, tmp_path / "m.safetensors")
+    way_out = str(caught.value).partition("Save `")[2].partition("`")[0]
+    penstock.save_file({"w": eval(f"array{way_out}")}, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    "tied", [["(("], 5, "head.weight", [None, "head.weight"], [b"x"], {"head.weight": "embed.weight"}]
+)
+def test_tied_names_of_another_kind_stop_no_save(tmp_path: Path, tied: Any):
+    """`_tied_weights_keys` is a name that other programs use too."""
+    module = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    module["head"].weight = module["embed"].weight
+    module._tied_weights_keys = tied
+    penstock.save(module, tmp_path, fsync=False)
+    assert list(penstock.open(tmp_path)) == ["embed.weight"]
 
 
 # Names

@@ -250,23 +250,23 @@ for name, tensor in found.items():
 """
 
 
-def test_https_with_an_authority_of_our_own(authority, small, python):
+def test_https_with_an_authority_of_our_own(authority, small, torch_python):
     import hashlib
 
     trusted, certificate, key = authority
     with serving(small, certificate, key) as web:
         # The store reads the authorities once, so each process is one of its own
-        done = python(LOADED, web(INDEX), SSL_CERT_FILE=str(trusted))
+        done = torch_python(LOADED, web(INDEX), SSL_CERT_FILE=str(trusted))
         assert done.returncode == 0, done.stderr
         oracle = Oracle(small)
         expected = {name: hashlib.sha256(oracle[name]).hexdigest() for name in oracle.entries}
         assert dict(line.split() for line in done.stdout.splitlines()) == expected
-        done = python(LOADED, f"{web(INDEX)}?{SECRET}")
+        done = torch_python(LOADED, f"{web(INDEX)}?{SECRET}")
         assert done.returncode != 0
         assert "certificate is not trusted" in done.stderr and "SSL_CERT_FILE" in done.stderr
         assert SECRET not in done.stderr
         named = web(INDEX).replace("localhost", "127.0.0.1")
-        done = python(LOADED, named, SSL_CERT_FILE=str(trusted))
+        done = torch_python(LOADED, named, SSL_CERT_FILE=str(trusted))
         assert done.returncode != 0 and "certificate is not trusted" in done.stderr
 
 

@@ -225,3 +225,33 @@ def test_a_list_and_its_folder_are_the_same_whatever_the_index_decides(tmp_path:
         for name in checkpoint:
             assert Path(checkpoint[name].file).name == mapping[name]
         assert {name: int(tensor[0]) for name, tensor in checkpoint.stream(framework="np")} == expected
+
+
+# Sets of shards by their names
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        (["model-00001-of-00002.safetensors"], ["model-00002-of-00002.safetensors"]),
+        (["w-2-of-3.safetensors"], ["w-1-of-3.safetensors", "w-3-of-3.safetensors"]),
+        (["m-00000-of-00002.safetensors"], ["m-00001-of-00002.safetensors"]),
+        (["consolidated-00001-of-00002.safetensors"], ["consolidated-00002-of-00002.safetensors"]),
+        (["model.fp16-00002-of-00002.safetensors"], ["model.fp16-00001-of-00002.safetensors"]),
+        (["model-00001-of-00002.fp16.safetensors"], ["model-00002-of-00002.fp16.safetensors"]),
+        (["diffusion_pytorch_model-00003-of-00003.safetensors", "diffusion_pytorch_model-00001-of-00003.safetensors"],
+         ["diffusion_pytorch_model-00002-of-00003.safetensors"]),
+    ],
+)  # fmt: skip
+def test_shards_that_are_missing_are_told_without_an_index_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: list[str], missing: list[str]
+):
+    for n, name in enumerate(there):
+        save_file({f"w{n}": np.ones(2)}, tmp_path / name)
+    told = " ".join(penstock.open(tmp_path).warnings)
+    assert all(name in told for name in missing) and f"{len(missing)} more" in told, told
+    assert main(["verify", str(tmp_path)]) == 0
+    assert missing[0] in " ".join(capsys.readouterr().out.split())
+    for n, name in enumerate(missing):
+        save_file({f"v{n}": np.ones(2)}, tmp_path / name)
+    assert "shard files, " not in " ".join(penstock.open(tmp_path).warnings)

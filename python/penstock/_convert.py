@@ -39,7 +39,12 @@ def _unpickled(files: Sequence[Path]) -> tuple[dict[str, Any], dict[str, str]]:
     for file in files:
         for name, tensor in _pickles.tensors_of(file):
             if name in tensors:
-                raise InvalidError(f"two files have a tensor {name}: give one of them", path=str(file), tensor=name)
+                way_out = "give one of them"
+                if _pickles.of_a_rank(file):
+                    way_out = (
+                        "by its name it is one rank's part of a model, and the program that made it joins the parts"
+                    )
+                raise InvalidError(f"two files have a tensor {name}: {way_out}", path=str(file), tensor=name)
             tensors[name] = tensor
     left = tied(tensors)
     return {name: tensor for name, tensor in tensors.items() if name not in left}, {"format": "pt", **left}

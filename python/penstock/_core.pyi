@@ -14,6 +14,7 @@ from penstock._choices import Cache, Exchange, FillState, Io, Layout, Order, Sco
 __all__ = [
     "CacheFill",
     "Checkpoint",
+    "Leased",
     "Load",
     "Lookout",
     "Mesh",
@@ -35,6 +36,7 @@ __all__ = [
     "look",
     "names_in",
     "is_resident",
+    "missing_where_mappable",
     "pack_wants",
     "probe",
     "proxy",
@@ -392,6 +394,10 @@ def is_resident(
 ) -> bool:
     """Whether this machine's page cache holds everything that a rank wants. Asks the file systems."""
 
+def missing_where_mappable(checkpoint: Checkpoint, wants: Sequence[int] | None = None) -> tuple[int, int] | str:
+    """How many bytes from the first to the last wanted one of each file the page cache does not hold, and how many
+    there are; a text that says why, if a file cannot be mapped under a lease. Asks the file systems."""
+
 def traffic(
     checkpoint: Checkpoint,
     lists: Sequence[bytes],
@@ -412,6 +418,39 @@ def pack_wants(
     regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
 ) -> bytes:
     """What a rank wants, as bytes for the others."""
+
+@final
+class Leased:
+    """Leases on the files that a load has mapped. They last as long as it is there or a view of the load is alive.
+
+    As soon as another program waits for a file, what is alive becomes private memory, and the leases are given back."""
+
+    def hand(self, want: int, make: Callable[[], Any]) -> Any:
+        """Calls ``make``, which makes the view of this want, and returns what it returns. Returns None without a call
+        if no further view is handed out. Raises ChangedError if a file was changed all the same."""
+    def end(self) -> None:
+        """Nothing more is handed out. The leases last as long as a view is alive."""
+    def settle(self) -> None:
+        """Ends the handing out, makes private memory of the views that are alive, and waits until the leases are given
+        back.
+
+        Raises ChangedError as `hand`, InvalidError if a view was written to meanwhile; and another PenstockError if a
+        view cannot become private: the leases then last until it is gone, and the next call tries again."""
+    @staticmethod
+    def abandon_all() -> None:
+        """In a forked child: closes the descriptors of all leases."""
+    @property
+    def asked(self) -> int | None:
+        """The number of the file that another program waits for, or has waited for."""
+    @property
+    def alive(self) -> int:
+        """How many views are alive."""
+    @property
+    def full(self) -> bool:
+        """Whether `hand` has refused a view because ``most_alive`` bytes were alive."""
+    @property
+    def over(self) -> bool:
+        """Whether the leases have been given back."""
 
 @final
 class Load:
@@ -489,6 +528,11 @@ class Load:
     def touched(self) -> list[int]:
         """Wants (with `into`) whose destination has an overwritten byte; known when the load has ended."""
     def address(self, want: int) -> int: ...
+    def lease(self, most_alive: int) -> Leased | str:
+        """Leases the files that are mapped, before anything is handed out; a text that says why there are no leases.
+        While views of ``most_alive`` bytes are alive, no further view is handed out.
+
+        Raises ChangedError if a file is no longer what it was, InvalidError if they were leased before."""
     def capsule(self, want: int, dtype: tuple[int, int], shape: Sequence[int]) -> object:
         """A DLPack capsule ("dltensor") that owns a share of the block. dtype: (code, bits). Once per want."""
     def capsules(

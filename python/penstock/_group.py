@@ -389,6 +389,36 @@ class Gathering:
         self._gathered("done", math.inf)
         self._over = True
 
+    def vote(self, core: _core.Checkpoint, options: Options, against: str) -> str:
+        """Compares the files of all ranks, which are joined, and what they say of something that all do or none.
+
+        ``against``: why this rank cannot; "" if it can. Returns why not all can.
+
+        Raises:
+            PeerError: a rank did not come, or cannot load.
+            PlanMismatchError: ranks have different checkpoints.
+        """
+        if self._size == 1:
+            return against
+        described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
+        entry = _Entry(
+            _PROTOCOL, _host(), "", 0, 0, "", f"{core.fingerprint():016x}", _identity(core), described, "voted on", "",
+            options.peer_timeout, options.exchange, against, _machine(), options.scope,
+        )  # fmt: skip
+        deadline = time.monotonic() + options.join_timeout
+        self._store.set(self._key(self._rank), json.dumps(entry))
+        left_in(self._store.store, self._rank).append((self._prefix, None))  # the next load deletes it
+        entries = self._entries(deadline)
+        self._met = True
+        _compare(entries)
+        if len({entry.identity for entry in entries}) > 1:
+            self._compare_contents(core, entries, deadline, options.stall_timeout)
+        self._over = True
+        if len({entry.machine for entry in entries}) > 1:
+            return "the ranks are on several machines"
+        of_others = [f"rank {rank}: {entry.alone}" for rank, entry in enumerate(entries) if entry.alone]
+        return against or next(iter(of_others), "")
+
     def _part(self, deadline: float) -> None:
         """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
         pause = _LOOK[0]

@@ -29,7 +29,9 @@ _STATE = re.compile(
 #: The number of a shard, and of how many.
 _NUMBER = r"-\d+-of-\d+"
 #: Where trainers keep the state dict in what they save.
-_INSIDE = ("state_dict", "model_state_dict", "model", "module")
+_INSIDE = ("state_dict", "model_state_dict", "model", "module", "params_ema", "params-ema", "params")
+#: What ranks call their parts of one model, all with the same names: Llama's own files, Megatron's, DeepSpeed's.
+_OF_A_RANK = re.compile(r"consolidated\.\d+|mp_rank_\d+|.*(?<![a-z])rank[-_.]?\d+", re.IGNORECASE)
 _HEAD = 64
 #: The first torch whose ``torch.load(weights_only=True)`` runs nothing.
 _SAFE = (2, 6)
@@ -251,6 +253,11 @@ def _why(error: Exception) -> str:
         return (
             f"torch.load(weights_only=True): it needs {(found[1] or found[2]).rstrip('.,')}, which is code; {way_out}"
         )
+    if found := re.search(r"Unsupported operand \d+", text):
+        return (
+            f"torch.load(weights_only=True): {found[0]}: it is a pickle, of a later protocol than torch.save takes by "
+            f"itself; {way_out}, without pickle_protocol="
+        )
     if "weights_only" in text or "Weights only" in text or "WeightsUnpickler" in text:
         reason = re.search(r"WeightsUnpickler error: ([^\n]+)", text)
         what = reason[1] if reason else text.split("\n")[0].split(". ")[0]
@@ -290,6 +297,34 @@ def _check_version(version: str, file: Path) -> None:
         raise UnsupportedError(why, path=str(file))
 
 
+def of_a_rank(file: Path) -> bool:
+    """Whether a file is called like the part of a model that one of several ranks has."""
+    return _OF_A_RANK.match(file.name) is not None
+
+
+def _inside(loaded: Mapping[Any, Any], file: Path) -> Mapping[Any, Any]:
+    """The state dict in what a trainer saved: under one of the usual names, or the only one that is there."""
+    import torch
+
+    def is_state_dict(value: Any) -> bool:
+        named = isinstance(value, Mapping) and bool(value)
+        return named and all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items())
+
+    dicts = [key for key, value in loaded.items() if is_state_dict(value)]
+    usual = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
+    if not usual and (len(dicts) != 1 or any(isinstance(value, torch.Tensor) for value in loaded.values())):
+        return loaded
+    taken = (usual or dicts)[0]
+    if others := [str(key) for key in dicts if key != taken]:
+        warnings.warn(
+            f"{file}: the tensors in {taken!r} are converted, and those in {', '.join(map(repr, others))} passed over",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    found: Mapping[Any, Any] = loaded[taken]
+    return found
+
+
 def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
     """The tensors in a file that `torch.save` wrote, by name.
 
@@ -310,16 +345,15 @@ def tensors_of(file: Path) -> Iterator[tuple[str, Any]]:
     except Exception as error:
         raise InvalidError(_why(error), path=str(file)) from None
     if isinstance(loaded, Mapping) and not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        for key in _INSIDE:
-            if isinstance(loaded.get(key), Mapping):
-                loaded = loaded[key]
-                break
+        loaded = _inside(loaded, file)
     if not isinstance(loaded, Mapping):
         raise InvalidError(f"it holds a {type(loaded).__name__}, not a dict of tensors", path=str(file))
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            why = f"{name} is a {type(tensor).__name__}, not a tensor: give a file of tensors alone, by name"
-            raise InvalidError(why, path=str(file), tensor=str(name))
+            what = f"{name} is a {type(tensor).__name__}, not a tensor"
+            if isinstance(tensor, torch.Tensor):
+                what = f"{name!r} is the name of a tensor, and not a string"
+            raise InvalidError(f"{what}: give a file of tensors alone, by name", path=str(file), tensor=str(name))
         yield name, tensor.detach()
 
 

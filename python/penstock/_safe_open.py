@@ -103,7 +103,7 @@ class Slice:
             return self._take(index)
         except PenstockError:
             raise
-        except IndexError as error:
+        except (IndexError, OverflowError) as error:
             raise SliceIndexError(f"slice of {self._name}: {error}", **self._where()) from error
         except TypeError as error:
             raise SliceTypeError(f"slice of {self._name}: {error}", **self._where()) from error

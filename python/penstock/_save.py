@@ -32,7 +32,7 @@ from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 from ._text import check_text
-from ._unsaveable import check, check_one, not_a_tensor, without_counterpart, without_memory
+from ._unsaveable import check, check_memory, check_one, not_a_tensor, without_counterpart, without_memory
 
 #: No shard is larger than a file can be.
 _NO_LIMIT = 1 << 63
@@ -50,12 +50,13 @@ def _of_torch(name: str, tensor: Any) -> Described:
     import torch
 
     dtype = _torch_names().get(tensor.dtype)
-    if dtype is None or tensor.layout != torch.strided or tensor.is_quantized:
+    if dtype is None or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise without_counterpart(name, tensor)
     if tensor.device.type == "meta":
         raise NoValuesError(f"tensor {name} is on the meta device: it has no values to save", tensor=name)
     if type(tensor) is not torch.Tensor:
         check_one(name, tensor)
+    check_memory(name, tensor)
     plain = tensor.detach()
     packed = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     known = plain.device.type in ("cpu", "cuda")
@@ -111,6 +112,10 @@ def _of_numpy(name: str, array: Any) -> Described:
     dtype = _numpy_names().get(array.dtype.name)
     if dtype is None:
         why = f"is an array of {array.dtype}: the format has no such dtype"
+        if array.dtype.kind in "fc":
+            why += f". Save `.astype({'complex64' if array.dtype.kind == 'c' else 'float64'!r})` of it"
+        elif array.dtype.kind in "mM":
+            why += ". Save `.view('int64')` of it, and the unit in the metadata"
         raise MissingDtypeError(f"tensor {name} {why}", tensor=name)
     swapped = sys.byteorder == "big" or array.dtype.byteorder == ">"
     if swapped or not array.flags.c_contiguous:
@@ -142,6 +147,9 @@ def describe(name: object, value: Any) -> Described:
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(name, value)
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        if isinstance(value, numpy.ma.MaskedArray) and numpy.ma.is_masked(value):
+            why = "has masked values, which no file can hold: save what `.filled()` makes of it, and its `.mask`"
+            raise InvalidError(f"tensor {name} {why}", tensor=name)
         return _of_numpy(name, numpy.asarray(value))
     if name.endswith("_extra_state") and not hasattr(value, "shape"):
         raise not_a_tensor(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ._errors import SharedMemoryError
@@ -70,9 +70,15 @@ def _targets(module: Any, names: Sequence[str]) -> set[str]:
         expanded = getattr(part, "all_tied_weights_keys", None)
         if isinstance(expanded, Mapping):
             found.update(f"{start}{name}" for name in expanded)
-        for pattern in getattr(part, "_tied_weights_keys", None) or ():
-            below = (name for name in names if name.startswith(start))
-            found.update(name for name in below if re.search(pattern, name[len(start) :]))
+        patterns = getattr(part, "_tied_weights_keys", None)
+        for pattern in patterns if isinstance(patterns, Iterable) and not isinstance(patterns, str) else ():
+            if not isinstance(pattern, str):
+                continue  # of another program
+            try:
+                is_target = re.compile(pattern).search
+            except re.error:
+                continue  # a name, and no pattern
+            found.update(name for name in names if name.startswith(start) and is_target(name[len(start) :]))
     return found
 
 

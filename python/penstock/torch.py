@@ -19,7 +19,7 @@ from ._errors import ArgumentTypeError, InvalidError, NoValuesError, SafetensorE
 from ._safe_open import safe_open
 from ._shared import duplicates, groups
 from ._torch import of_bytes
-from ._unsaveable import check, not_a_tensor
+from ._unsaveable import check, not_a_tensor, without_counterpart
 
 __all__ = ["SafetensorError", "load", "load_file", "load_model", "safe_open", "save", "save_file", "save_model"]
 
@@ -53,6 +53,9 @@ def _refuse(tensors: Mapping[str, torch.Tensor]) -> None:
             raise not_a_tensor(name, tensor)
     sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if sparse:
+        for name in sparse:
+            if tensors[name].is_nested:
+                raise without_counterpart(name, tensors[name])
         raise InvalidError(
             f"{', '.join(sparse)}: the format has no sparse tensors. `.to_dense()` makes dense ones, "
             "which may be much larger"

@@ -102,6 +102,9 @@ class World:
         found: dict[str, Any] = self._results[rank][model]
         if "error" in found:
             pytest.fail(found["error"])
+        # A plain model is made on every processor: only those with quantised experts may be missing
+        if (reason := found.get("vLLM has no kernel")) and model in QUANTISED:
+            pytest.skip(f"vLLM itself does not make this model on this processor: {reason[:80]}")
         return found
 
 

@@ -14,8 +14,9 @@ from on_cpu import ENVIRONMENT
 
 #: Prints the names of the files that a loader prepares, and those of their tensors.
 VLLM = """
-import json, sys
+import json, sys, torch
 from pathlib import Path
+from types import SimpleNamespace
 from penstock.integrations import vllm as plugin
 plugin.register()
 from vllm.config import LoadConfig
@@ -24,6 +25,9 @@ loader = PenstockModelLoader(LoadConfig(load_format="penstock", model_loader_ext
 files = loader._prepare_weights(sys.argv[1], None, None, False, None)[1]
 source = loader.Source(sys.argv[1], revision=None)
 tensors = sorted(name for name, _ in loader._get_weights_iterator(source))
+# vLLM has no ranks here: it asks for all weights of a model that it has not begun to serve
+config = SimpleNamespace(model=sys.argv[1], revision=None)
+assert sorted(name for name, _ in loader.get_all_weights(config, torch.nn.Linear(1, 1))) == tensors
 print(json.dumps([sorted(Path(file).name for file in files), tensors]))
 """
 SGLANG = """

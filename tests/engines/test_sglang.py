@@ -161,6 +161,8 @@ class Run:
                     stdout=stack.enter_context(log.open("w")),
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    # What is kept counts, not over how many arenas malloc spreads what threads free
+                    env={**os.environ, "MALLOC_ARENA_MAX": "1"},
                 )
                 for rank, log in enumerate(self._logs)
             ]

@@ -58,6 +58,9 @@ def report(checkpoint: Callable[[str], Path]) -> Callable[[str, str], dict[str, 
     def find(engine: str, load_format: str) -> dict[str, Any]:
         if (engine, load_format) not in made:
             arguments = ["--engine", engine, "--load-format", load_format, "--tensor-parallel-size", str(RANKS)]
+            if (engine, load_format) == ("vllm", "penstock"):
+                # So small a model would be mapped, and nothing recorded
+                arguments += ["--model-loader-extra-config", '{"mapped": "off"}']
             done = command(checkpoint("qwen3-moe"), *arguments)
             assert done.returncode == 0, done.stderr
             assert done.stderr == ""
@@ -125,7 +128,8 @@ def test_each_rank_says_what_it_read(found: dict[str, Any], checkpoint: Callable
         assert load["materialised"] == {}
         assert load["fallbacks"] == []
         assert 0 < load["wanted_bytes"] < everything * 0.6
-        assert load["wanted_bytes"] <= load["read_bytes"] <= everything
+        assert load["read_bytes"] <= everything
+        assert load["wanted_bytes"] <= load["read_bytes"] + load["received_bytes"]
 
 
 def test_a_model_that_cannot_be_loaded(checkpoint: Callable[[str], Path], tmp_path: Path):
@@ -165,8 +169,9 @@ from penstock.integrations._startup import Phases
 from penstock.integrations._vllm_start import arguments
 
 model, folder = sys.argv[1:]
-specification = {"model": model, "load_format": "penstock", "extra_config": {}, "tensor_parallel_size": 1}
-specification |= {"device": "cuda", "engine_args": {"skip_tokenizer_init": True, "enforce_eager": True}}
+specification = {"model": model, "load_format": "penstock", "tensor_parallel_size": 1, "device": "cuda"}
+specification |= {"extra_config": {"mapped": "off"}}
+specification |= {"engine_args": {"skip_tokenizer_init": True, "enforce_eager": True}}
 config = EngineArgs(**arguments(specification, worker_extension_cls=_vllm_serve.WORKER)).create_engine_config()
 
 class Engine:  # takes a request as vLLM's engine does, and answers it with tokens made up here

@@ -346,6 +346,18 @@ DRIFTS: list[tuple[Callable[[pytest.MonkeyPatch], None], bool]] = [
 ]
 
 
+def test_a_prefetch_of_vllms_own_does_not_take_over(model: Path):
+    config = configured({"model": str(model), "safetensors_load_strategy": "prefetch"}, "penstock")
+    assert config.load_config.safetensors_load_strategy == "prefetch"
+    loader, loaded = created(config)
+    load(loader, loaded, config)
+    theirs = configured({"model": str(model)})
+    own, expected = created(theirs)
+    load(own, expected, theirs)
+    assert digests(loaded) == digests(expected)
+    assert [report["fallbacks"] for report in loader.reports] == [[]]
+
+
 @pytest.mark.parametrize(("drift", "early"), DRIFTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_vllm_that_does_not_call_what_it_used_to_is_an_error(
     drift: Callable[[pytest.MonkeyPatch], None], early: bool, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,7 @@ def _eighths() -> Any:
 #: For some tests alone.
 MORE: dict[str, Callable[[], Any]] = {
     # vLLM pads a vocabulary to a multiple of 64, and zeroes the padding. This one has none.
+    "tied-llama": lambda: _llama(tie_word_embeddings=True),
     "unpadded": lambda: _llama(vocab_size=1024),
     "llava": _llava,
     # 97 MB, in one file: what is read to open it is little of it

@@ -26,6 +26,8 @@ import torch
 import vllm.model_executor.models.llama
 import vllm.model_executor.models.qwen3_moe  # noqa: F401
 from penstock.integrations import _remote
+from penstock.integrations._engine import Loads
+from penstock.integrations._mapped import Mapped
 from penstock.integrations._recorder import Recorder
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -87,6 +89,31 @@ def reloads(rank: Rank, folders: list[str], options: dict[str, Any], times: int)
         found["reloads"].append(_different(expected[number % 2], model))
         found["moved"] += [name for name, at in addresses(model).items() if where[name] != at]
     return found
+
+
+def gives(rank: Rank, folders: list[str], refused: list[int]) -> Any:
+    """A load and two reloads with mapped files, which some ranks cannot have. How tensors were given each time."""
+    expected = [digests(_served(rank.join({"model": folder}, "safetensors"))[1]) for folder in folders]
+    if rank.rank in refused:
+        Mapped._not_here = lambda self, always: "not on this one"
+    given: list[str] = []
+    run = Loads.run
+
+    def noted(self: Loads, model: torch.nn.Module) -> Any:
+        reports = run(self, model)
+        given.extend(report["given"] for report in reports)
+        return reports
+
+    Loads.run = noted
+    config = rank.join({"model": folders[0]}, "penstock", mapped="on")
+    _, model = _served(config)
+    found = {"differ": expected[0] != expected[1], "first": _different(expected[0], model), "reloads": []}
+    for number in (1, 2):
+        poison(model)
+        with current(config):
+            reload_weights(config, model, None, folders[number % 2], True)
+        found["reloads"].append(_different(expected[number % 2], model))
+    return {**found, "given": given}
 
 
 def _different(expected: dict[str, str], model: torch.nn.Module) -> list[str]:

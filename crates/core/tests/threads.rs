@@ -87,6 +87,27 @@ fn threads_of_a_load() {
 }
 
 #[test]
+fn the_thread_of_leases() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = shard(folder.path());
+    let lease = || {
+        let load = Load::start(request(&checkpoint, Options::default()))?;
+        load.wait(Some(SOON))?;
+        load.lease(u64::MAX)
+    };
+    // Not while another test has tripped a thread that this load needs
+    let untripped = || {
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        lease().unwrap()
+    };
+    if let Err(refused) = untripped() {
+        return println!("no leases here: {refused}");
+    }
+    tripped("penstock-lease", || lease().map(drop));
+    untripped().unwrap();
+}
+
+#[test]
 fn a_thread_that_copies() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");

@@ -12,6 +12,7 @@ mod dlpack;
 mod errors;
 mod fill;
 mod guard;
+mod leased;
 mod load;
 mod look;
 mod machine;
@@ -36,6 +37,8 @@ mod _core {
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
+    use crate::leased::Leased;
+    #[pymodule_export]
     use crate::load::{Load, View};
     #[pymodule_export]
     use crate::look::look;
@@ -44,7 +47,7 @@ mod _core {
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
-    use crate::ranks::{is_resident, pack_wants, traffic, Lookout, Mesh, Seat, Shares};
+    use crate::ranks::{is_resident, missing_where_mappable, pack_wants, traffic, Lookout, Mesh, Seat, Shares};
     #[pymodule_export]
     use crate::reader::{stop_reading_ahead, Reader};
     #[pymodule_export]

@@ -2,9 +2,10 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
-use crate::errors::{interruptibly, raise};
+use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
+use crate::leased::Leased;
 use crate::options::Options;
 use crate::ranks::{Mesh, Shares};
 use crate::waiting::patiently;
@@ -22,7 +23,7 @@ use penstock::stats::{AmongRanks, Report};
 use penstock::{DType, Error, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyInt, PyList};
+use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString};
 use std::os::raw::c_int;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -282,6 +283,13 @@ impl Load {
         convert: &Bound<'py, PyAny>,
     ) -> Answer<'py, Bound<'py, PyList>> {
         answer(py, || self.converted(py, &wants.0, dtypes, convert))
+    }
+
+    fn lease<'py>(&self, py: Python<'py>, most_alive: u64) -> Answer<'py, Bound<'py, PyAny>> {
+        answer(py, || match detached(py, || self.core.lease(most_alive))? {
+            Ok(leased) => Ok(Bound::new(py, Leased::new(leased))?.into_any()),
+            Err(refused) => Ok(PyString::new(py, &refused).into_any()),
+        })
     }
 
     fn views<'py>(&self, py: Python<'py>, wants: Listed<u32>) -> Answer<'py, Vec<View>> {

@@ -12,7 +12,7 @@ use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
 use penstock::Want;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyString};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -266,6 +266,24 @@ pub(crate) fn is_resident<'py>(
     answer(py, || {
         let (core, wants) = (checkpoint.0.clone(), wants_of(&checkpoint.0, wants, regions)?);
         detached(py, || penstock::plan::is_resident(&core, &wants))
+    })
+}
+
+/// How many bytes of the files the page cache does not hold, from the first to the last wanted one, and how many there are;
+/// or why a file cannot be mapped under a lease. Asks the file systems.
+#[pyfunction]
+#[pyo3(signature = (checkpoint, wants = None))]
+pub(crate) fn missing_where_mappable<'py>(
+    py: Python<'py>,
+    checkpoint: &Checkpoint,
+    wants: Option<Listed<u32>>,
+) -> Answer<'py, Bound<'py, PyAny>> {
+    answer(py, || {
+        let (core, wants) = (checkpoint.0.clone(), wants_of(&checkpoint.0, wants, None)?);
+        match detached(py, || penstock::plan::missing_where_mappable(&core, &wants))? {
+            Ok(found) => Ok(found.into_pyobject(py)?.into_any()),
+            Err(why) => Ok(PyString::new(py, &why).into_any()),
+        }
     })
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, get_args
+from itertools import chain
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -14,24 +15,42 @@ from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._collector import collector_paused
 from .._core import Options, storage_settings
-from .._errors import CancelledError, InvalidError, MissingDtypeError, StalledError, UnsupportedError
+from .._errors import (
+    CancelledError,
+    InvalidError,
+    MissingDtypeError,
+    PenstockError,
+    StalledError,
+    UnsupportedError,
+)
 from .._group import Gathering, confirm
 from .._group_stream import compare, corner, leave
 from .._joined import joined
 from .._options import make_options
 from .._report import Report
+from ._index import absent
+from ._mapped import Mapped, NotMapped, close_all
 from ._read_besides import read_besides
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 from ._remote import Files, RemoteWeights
+from ._startup import phase
 from ._strict import STRICT, not_used, strict_of
 
 logger = logging.getLogger("penstock")
 
-WEIGHTS, STORAGE, FILES = "weights", "storage", "files"
-"""The keys: another place for the weights, how its server is asked, and which files of it are meant."""
+WEIGHTS, STORAGE, FILES, MAPPED = "weights", "storage", "files", "mapped"
+"""The keys: another place for the weights, how its server is asked, which files of it are meant, and whether the engine
+copies out of mapped files."""
 _SECRET = ("secret_access_key", "session_token", "account_key", "sas_token")
 """Settings of servers that engines would log: they log the arguments that they are given."""
+
+
+_MAPPING = "vLLM"
+"""The engine that can be given mapped files."""
+
+When = Literal["auto", "on", "off"]
+"""Where that takes less time, wherever it is possible, or nowhere."""
 
 
 class Settings(NamedTuple):
@@ -45,6 +64,8 @@ class Settings(NamedTuple):
     """Which of the weights of a model are meant that lie beside each other."""
     strict: bool = True
     """Whether a load of the engine's own is an error."""
+    mapped: When = "auto"
+    """When the engine gets mapped files, and copies out of them itself."""
 
     @property
     def engine_format(self) -> str:
@@ -64,7 +85,7 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     Raises:
         InvalidError: an unknown key. The error lists the known ones.
     """
-    known = [WEIGHTS, STORAGE, FILES, STRICT, *Options.names()]
+    known = [WEIGHTS, STORAGE, FILES, *([MAPPED] if engine == _MAPPING else []), STRICT, *Options.names()]
     unknown = sorted(set(given) - set(known))
     if unknown:
         text = f"{engine}: unknown options {', '.join(unknown)}; load format penstock takes {', '.join(known)}"
@@ -80,8 +101,12 @@ def settings_of(given: Mapping[str, Any], engine: str) -> Settings:
     if files not in get_args(Files):
         choices = " or ".join(f'"{choice}"' for choice in get_args(Files))
         raise InvalidError(f"{engine}: {FILES}={files!r}: give {choices} (Mistral's consolidated*.safetensors)")
-    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, FILES, STRICT)}
-    return Settings(make_options(options), weights, storage, files, strict_of(given, engine))
+    mapped = given.get(MAPPED, "auto")
+    if mapped not in get_args(When):
+        choices = ", ".join(f'"{choice}"' for choice in get_args(When))
+        raise InvalidError(f"{engine}: {MAPPED}={mapped!r}: give one of {choices}")
+    options = {key: value for key, value in given.items() if key not in (WEIGHTS, STORAGE, FILES, MAPPED, STRICT)}
+    return Settings(make_options(options), weights, storage, files, strict_of(given, engine), mapped)
 
 
 def _check_storage(storage: Any, engine: str) -> None:
@@ -109,7 +134,10 @@ class Chosen(NamedTuple):
     def opened(self, keep: Callable[[str], bool] | None) -> tuple[Checkpoint, Callable[[str], bool] | None]:
         """The checkpoint, and which of its tensors are meant."""
         if self.remote is None:
-            return open_checkpoint(list(self.files)), keep
+            checkpoint = open_checkpoint(list(self.files))
+            for warning in absent(self.files, checkpoint):
+                logger.warning("penstock: %s", warning)
+            return checkpoint, keep
         within = self.remote.keeping(self.files)
         if keep is None or within is None:
             return self.remote.checkpoint, within or keep
@@ -125,6 +153,11 @@ class Chosen(NamedTuple):
 _STOPPED = "the model's own loader has stopped before it had all tensors; the log of this rank says why"
 
 
+def _not_recorded() -> dict[str, Any]:
+    """What the report of a recorded load has besides, for one in which nothing was recorded."""
+    return {"loads": 1, "copies": 0, "materialised": {}, "materialised_bytes": 0, "copied_through": []}
+
+
 class Loads:
     """The loads of one call of an engine's loader: one for each place that it takes weights from."""
 
@@ -137,10 +170,18 @@ class Loads:
         self.options = options
         self.group: Any = None
         """The ranks that load together, if they do: each makes one load of each place with the others."""
+        self.mapped: When | None = None
+        """When tensors are given as mapped files; None: never, as in an engine that must know what is overwritten."""
+        self.given: list[Mapped] = []
+        """Those that were."""
+        self.why = ""
+        """Why others were not."""
+        self._read: list[tuple[Report, str]] = []
+        """Of those that were read because others before them were mapped, and why they were not."""
         self._device = device
         self._mark = mark
-        self._met = False
         self._company = ExitStack()
+        self._watched = ExitStack()
 
     def join(self, ranks: Callable[[], Any]) -> None:
         """Loads with these ranks: all of them one version, or none.
@@ -184,27 +225,123 @@ class Loads:
                 self._company.close()
         return recorder
 
+    def reload_mapped(
+        self, ranks: Callable[[], Any], chosen: Chosen, keep: Callable[[str], bool] | None, always: bool
+    ) -> Mapped | None:
+        """The tensors of these files for a reload by these ranks, as `mapping` gives them."""
+        self.join(ranks)
+        try:
+            with self._told():
+                try:
+                    checkpoint, kept = chosen.opened(keep)
+                except MissingDtypeError:
+                    raise
+                except UnsupportedError:  # whoever reads them otherwise says so
+                    return None
+                return self.mapping(chosen, checkpoint, kept, always)
+        except BaseException:
+            self.part()
+            raise
+
+    def part(self) -> None:
+        """This rank does nothing more with the others. Idempotent."""
+        self._company.close()
+
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred.
+        """Mapped or deferred tensors of these files, or what ``otherwise`` gives if they cannot be deferred.
 
         Raises:
             MissingDtypeError: torch has no such dtype. The engine's own way would meet it in the middle of its load.
             UnsupportedError: they cannot be deferred, and ``otherwise`` cannot read them.
         """
         try:
-            recorder = Recorder(*chosen.opened(keep), self._device, self.options)
+            checkpoint, kept = chosen.opened(keep)
+            if not self.recorders and (mapped := self.mapping(chosen, checkpoint, kept)) is not None:
+                return mapped.weights()
+            recorder = Recorder(checkpoint, kept, self._device, self.options)
             recorder.check()
         except MissingDtypeError:
             raise
         except UnsupportedError as error:
             return self.fall_back(str(error), chosen, otherwise)
+        if self.given:
+            # A loader that copies already is not watched: what it gets has its bytes
+            names = [name for name in checkpoint if kept is None or kept(name)]
+            if self.group is not None:
+                compare(self.group, checkpoint, self.options if self.options is not None else Options())
+            return self._reading(checkpoint, names, self.why)
         self.recorders.append(recorder)
         # With several places, ranks could differ in whose tensors they touch first
         for one in self.recorders:
             one.expect(self.group if len(self.recorders) == 1 else None)
         return self._marked(recorder)
+
+    def mapping(
+        self, chosen: Chosen, checkpoint: Checkpoint, keep: Callable[[str], bool] | None, always: bool = False
+    ) -> Mapped | None:
+        """The tensors as mapped files, on all ranks; None if one of them cannot or need not have them so.
+
+        ``always``: the engine's copies are better even where recording takes less time than they do.
+        """
+        self.why = ""
+        if self.mapped is None:
+            return None
+        if chosen.remote is not None:
+            self.why = "the weights are on a server"
+        elif self._device.type != "cpu":
+            self.why = f"the parameters are on {self._device}, not in the memory of the CPU"
+        if self.why:
+            return None  # on all ranks
+        found: Mapped | None = None
+        options = self.options if self.options is not None else Options()
+        try:
+            if self.mapped == "off":
+                raise NotMapped(f'{MAPPED}="off" was asked for')
+            found = Mapped(checkpoint, keep, options, always or self.mapped == "on")
+        except NotMapped as why:
+            self.why = str(why)
+        if self.group is not None:
+            try:
+                with Gathering(self.group) as gathering:
+                    self.why = gathering.vote(checkpoint._core, options, self.why)
+            except BaseException:
+                if found is not None:
+                    found.close()
+                raise
+            if found is not None and self.why:
+                found.close()
+                found = None
+        if found is not None:
+            self.given.append(found)
+        return found
+
+    def _reading(self, checkpoint: Checkpoint, names: list[str], why: str) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from checkpoint.stream(self._device, names, framework="pt", options=self.options)
+        if (report := checkpoint.last_report) is not None:
+            self._read.append((report, why))
+
+    def begun(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same tensors, of which the first is there: what touches deferred ones is watched from now on.
+
+        Not if the first ones are mapped: none is deferred then, and what watches takes a part of the time that the
+        engine's own copies take.
+        """
+        first = next(tensors, None)
+        if self.given:
+            self._watched.enter_context(phase("reading"))
+        else:
+            self._watched.enter_context(watching(self.recorders))  # of the next place, too
+        return tensors if first is None else chain((first,), tensors)
+
+    def settle(self) -> None:
+        """Gives the leases of mapped files back. What the engine has of them becomes private memory.
+
+        Raises:
+            PenstockError: the first error of `Mapped.close`. All were closed.
+        """
+        close_all(self.given)
 
     def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """What the engine's own way gives. The reason goes into the reports.
@@ -237,13 +374,26 @@ class Loads:
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
         # Ranks that are still to load, or to say that they have, hear why this one ends
-        with self._company:
+        with self._company, self._closed():
             # Hundreds of thousands of objects, none of them garbage
-            with self._told(), collector_paused(), watching(self.recorders):
+            with self._told(), collector_paused(), self._watched:
+                if self.mapped is None:
+                    self._watched.enter_context(watching(self.recorders))
                 yield
+                self.settle()
             if self.group is not None:
                 # One that has loaded alone knows nothing of the others
                 confirm(self.group)
+
+    @contextmanager
+    def _closed(self) -> Iterator[None]:
+        """After an error gives the leases back. The first error is the one that is raised."""
+        try:
+            yield
+        except BaseException:
+            with suppress(PenstockError):
+                self.settle()
+            raise
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -261,13 +411,21 @@ class Loads:
     def run(self, model: torch.nn.Module) -> list[Report]:
         """Makes the loads."""
         reports: list[Report] = []
-        self._met = True
+        for mapped in self.given:
+            reports.append(mapped.report())
+            reports[-1].update(given="mapped", **_not_recorded())
+        for report, why in self._read:
+            reports.append(report)
+            report.update(given="read", given_reason=why, **_not_recorded())
         for number, recorder in enumerate(self.recorders):
             try:
                 reports.append(recorder.run(model, self.group))
             except BaseException as error:
                 say_written(error, [name for before in self.recorders[:number] for name in before.written])
                 raise
+        for report in reports:
+            report.setdefault("given", "deferred")
+            report.setdefault("given_reason", self.why if report["given"] == "deferred" else "")
         if self.fallbacks and not reports:
             reports.append(Report(tensors=0, nbytes=0, seconds=0.0, loads=0, copies=0))
         for report in reports:
@@ -280,8 +438,10 @@ class Loads:
                 logger.warning("penstock: %s", said)
         return reports
 
-    def cuts(self) -> Cuts:
-        """What was copied, for reloads."""
+    def cuts(self) -> Cuts | None:
+        """What was copied, for reloads; None if that is not known."""
+        if self.given:
+            return None
         return cuts_of(part for recorder in self.recorders for part in recorder.layout)
 
 
@@ -290,16 +450,19 @@ def reloaded(
     keep: Callable[[str], bool] | None,
     device: torch.device,
     options: Options,
-    cuts: Cuts,
+    cuts: Cuts | None,
     otherwise: Callable[[], Any],
     refuse: Callable[[str], None],
     group: Any = None,
+    learn: Callable[[Cuts], None] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
 
     Args:
+        cuts: What is copied of each; None if that is not known.
         refuse: Raises the error for a reload of the engine's own, if that is one. Gets the reason.
         group: The ranks that make the same reload: of one version, or none does.
+        learn: Gets what is copied of each, when all tensors were given, if that was not known.
 
     Raises:
         MissingDtypeError: torch has no such dtype.
@@ -309,7 +472,7 @@ def reloaded(
         checkpoint, kept = chosen.opened(keep)
         if group is not None:
             compare(group, checkpoint, options)
-        return Reloader(checkpoint, kept, device, options, cuts).weights()
+        return Reloader(checkpoint, kept, device, options, cuts, learn).weights()
     except MissingDtypeError:
         raise
     except UnsupportedError as error:

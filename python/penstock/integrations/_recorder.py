@@ -147,6 +147,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorders = recorders
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would turn its compiler off and on around each operation, which was a tenth of a recording."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -282,7 +287,7 @@ class Recorder:
         twins: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
         numbers: Any = range(len(infos))
         if order == "layer":
-            numbers = sorted(numbers, key=lambda i: _layer(infos[i].name))
+            numbers = sorted(numbers, key=lambda i: layer_of(infos[i].name))
         for number in numbers:
             info = infos[number]
             if self._keep is not None and not self._keep(info.name):
@@ -496,7 +501,7 @@ class Recorder:
                     store[name] = made  # type: ignore[assignment]
 
 
-def _layer(name: str) -> tuple[Any, ...]:
+def layer_of(name: str) -> tuple[Any, ...]:
     """What sorts names by layer: numbers in them count as numbers."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
 

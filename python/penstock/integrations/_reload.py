@@ -24,11 +24,15 @@ def cuts_of(copied: Iterable[tuple[str, tuple[slice, ...]]]) -> Cuts:
     """The parts that these copies (name, part) are of."""
     found: Cuts = {}
     for name, cut in copied:
-        before = found.get(name)
-        found[name] = tuple(
-            slice(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(before or cut, cut, strict=True)
-        )
+        _add(found, name, cut)
     return found
+
+
+def _add(cuts: Cuts, name: str, cut: tuple[slice, ...]) -> None:
+    before = cuts.get(name)
+    cuts[name] = tuple(
+        slice(min(a.start, b.start), max(a.stop, b.stop)) for a, b in zip(before or cut, cut, strict=True)
+    )
 
 
 def _fits(info: TensorInfo, cut: tuple[slice, ...]) -> bool:
@@ -43,7 +47,9 @@ class Reloader:
         keep: Which tensors to give; None gives all of them.
         device: Where the parts are read to.
         options: Of the loads.
-        cuts: The parts. A tensor without one is read when it is needed.
+        cuts: The parts. A tensor without one is read when it is needed. None: they are not known, and tensors are read
+            whole.
+        learn: Gets the parts, when all tensors were given, if they were not known. Copies of later add to them.
 
     Raises:
         MissingDtypeError: torch has no such dtype.
@@ -51,7 +57,13 @@ class Reloader:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, keep: Callable[[str], bool] | None, device: torch.device, options: Any, cuts: Cuts
+        self,
+        checkpoint: Checkpoint,
+        keep: Callable[[str], bool] | None,
+        device: torch.device,
+        options: Any,
+        cuts: Cuts | None,
+        learn: Callable[[Cuts], None] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.read_besides = 0
@@ -60,11 +72,16 @@ class Reloader:
         self._options = options
         self._names = checkpoint.keys()
         self._cuts: Cuts = {}
+        self._learn = learn if cuts is None else None
+        self._copied: Cuts = {}
         self._roots: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         for number, (name, info) in enumerate(checkpoint.items()):
             if keep is None or keep(name):
                 dtype, shape = kind_of(info)
                 self._roots[name] = number, shape, dtype
+                if cuts is None:
+                    self._cuts[name] = tuple(slice(0, n) for n in info.shape)
+                    continue
                 cut = cuts.get(name)
                 known = cut is not None and _fits(info, cut)
                 self._cuts[name] = cut if known and cut is not None else tuple(slice(0, 0) for _ in info.shape)
@@ -80,6 +97,8 @@ class Reloader:
             root.part = self._cuts[name], part
             yield name, Deferred(root, torch.empty(shape, dtype=dtype, device="meta"), self._device)
             del root, part  # or they would stay until the next one is there
+        if self._learn is not None:
+            self._learn(self._copied)
 
     # As `Recording` says
 
@@ -91,6 +110,8 @@ class Reloader:
         piece = None if plan is None else _piece(plan.tensor, plan.box)
         if plan is None or piece is None:
             return False
+        if self._learn is not None:
+            _add(self._copied, self._names[plan.tensor.index], plan.cut)
         plan.into.copy_(piece if plan.axes is not None else piece.reshape(()))
         return True
 

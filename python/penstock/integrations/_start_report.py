@@ -39,6 +39,8 @@ _OURS = {
 }
 #: Seconds that processes have for an orderly end, after which they are killed.
 _GRACE = 5.0
+#: Seconds in which the rank whose failure it is may end after one that only says so.
+_CAUSE = 2.0
 
 
 class _Said(Exception):
@@ -67,6 +69,11 @@ class _Rank:
             found: dict[str, Any] = json.loads((self.folder / f"{self.number}.json").read_text())
             return found
         return None
+
+    def of_another(self) -> bool:
+        """Whether it says that it has failed because another rank has."""
+        error = (self.result() or {}).get("error")
+        return error is not None and error["type"] == "PeerError"
 
     def phase(self) -> str:
         """Where it is: " in PHASE", or nothing."""
@@ -181,11 +188,15 @@ def run(specification: dict[str, Any], ranks: int, timeout: float) -> list[dict[
     """
     with tempfile.TemporaryDirectory(prefix="penstock-") as made, _started(specification, ranks, Path(made)) as started:
         deadline = time.monotonic() + timeout
+        patience = float("inf")
         while True:
             statuses = [rank.ended() for rank in started]
-            for rank, status in zip(started, statuses, strict=True):
-                if status not in (None, 0):
-                    raise _failure(rank, status or 0) from _Said(rank.said())
+            if failed := [(rank, status) for rank, status in zip(started, statuses, strict=True) if status]:
+                patience = min(patience, time.monotonic() + _CAUSE)
+                causes = [(rank, status) for rank, status in failed if not rank.of_another()]
+                if causes or None not in statuses or time.monotonic() > patience:
+                    rank, status = (causes or failed)[0]
+                    raise _failure(rank, status) from _Said(rank.said())
             if None not in statuses:
                 break
             if time.monotonic() > deadline:

@@ -23,9 +23,11 @@ def summed(reports: Iterable[Report]) -> dict[str, Any] | None:
     return {
         "wanted_bytes": sum(report["nbytes"] for report in reports),
         "read_bytes": sum(way["bytes"] for report in reports for way in report.get("routes", {}).values()),
+        "received_bytes": sum((report.get("exchange") or {}).get("received_bytes", 0) for report in reports),
         "gap_bytes": sum(report.get("gap_bytes", 0) for report in reports),
         **{key: sum(report.get(key, 0) for report in reports) for key in ("loads", "copies", "materialised_bytes")},
         "materialised": dict(materialised),
+        "given": sorted({report["given"] for report in reports if "given" in report}),
         "fallbacks": [one for report in reports for one in report.get("fallbacks", ())],
     }
 
@@ -49,6 +51,9 @@ def explain(phases: Phases, specification: dict[str, Any], load: dict[str, Any] 
         # What looked like a recording was the engine's own way of loading
         phases.seconds["reading"] = phases.seconds.get("reading", 0.0) + phases.seconds.pop("recording", 0.0)
         reasons["recording"] = f"loaded as the engine does: {load['fallbacks'][0]['reason']}"
+    if load is not None and load["given"] == ["mapped"]:
+        phases.seconds["reading"] = phases.seconds.get("reading", 0.0) + phases.seconds.pop("recording", 0.0)
+        reasons["recording"] = "nothing was recorded: the engine copied out of mapped files itself"
     for name, reason in reasons.items():
         if name not in phases.seconds:
             phases.reasons.setdefault(name, reason)

@@ -21,14 +21,16 @@ from .._group import confirm
 from .._paths import without_secrets
 from .._report import Report
 from ._engine import Chosen, Loads, reloaded, settings_of
+from ._mapped import Mapped
 from ._pickles import naming_convert
 from ._pins import pinned_in
+from ._primed import PRIMED, primed
 from ._recorder import Recorder
 from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
 from ._startup import phase
 from ._strict import not_used
-from ._vllm_reload import begin, waits, weights
+from ._vllm_reload import begin, ends, has_experts, lend, waits, weights
 
 _ENGINE = "vLLM"
 _ITERATE = "safetensors_weights_iterator"
@@ -40,8 +42,8 @@ class _First(NamedTuple):
 
     name: str
     """Of the model, or its path."""
-    cuts: Cuts
-    """What was copied."""
+    cuts: Cuts | None
+    """What was copied; None if that is not known: vLLM has copied it out of mapped files itself."""
 
 
 #: By model. A reload makes a loader of its own.
@@ -86,7 +88,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
         self._loads = loads = Loads(_device_of(model), self.settings.options)
-        loads.engine, loads.strict = _ENGINE, self.settings.strict
+        loads.engine, loads.strict, loads.mapped = _ENGINE, self.settings.strict, self.settings.mapped
         loads.join(_ranks)
         self.reports, self.fallbacks, self._asked = [], loads.fallbacks, 0
         try:
@@ -100,17 +102,33 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         _first_loads[model] = _First(model_config.model, loads.cuts())
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields all tensors. Outside of `load_weights`, as in a reload, their copies are made at once."""
+        """All tensors. Outside of `load_weights`, as in a reload, their copies are made at once."""
         self._model, self._name, self._asked = model, model_config.model, 0
+        if self._loads is not None:
+            return self._loads.begun(self._checked(model_config, model))
+        return self._checked(model_config, model)
+
+    def _checked(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if self._loads is None:
             begin()
         for found in super().get_all_weights(model_config, model):
             self._check_asked()  # before a tensor of vLLM's own is copied
             yield found
 
-    def _reload(self, recorder: Recorder, loads: Loads) -> Iterator[tuple[str, torch.Tensor]]:
-        """Deferred tensors for a reload; its ranks make one load."""
+    def _reload_mapped(self, mapped: Mapped, loads: Loads, model: torch.nn.Module) -> Any:
+        """Mapped tensors for a reload, which vLLM copies. To be primed."""
+        lend(mapped)
         with loads.company():
+            yield PRIMED
+            yield from mapped.weights("layer")
+            self.reports += loads.run(model)
+            if loads.group is not None:
+                confirm(loads.group)
+
+    def _reload(self, recorder: Recorder, loads: Loads) -> Any:
+        """Deferred tensors for a reload; its ranks make one load. To be primed."""
+        with loads.company():
+            yield PRIMED
             yield from weights(recorder, loads.group, self.reports.append)
             if loads.group is not None:
                 confirm(loads.group)
@@ -182,13 +200,27 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             model = self._model
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
-            if model is not None and waits(model, remote is not None):
-                loads = Loads(device, self.settings.options)
+            loads = Loads(device, self.settings.options)
+            later = model is not None and waits(model, remote is not None)
+            if model is not None and remote is None and ends():
+                loads.mapped = self.settings.mapped
+                # A layer with experts has to be there before it is processed: little can be put off
+                always = not later or has_experts(model)
+                mapped = loads.reload_mapped(_ranks, chosen, keep, always)
+                if mapped is not None:
+                    return primed(self._reload_mapped(mapped, loads, model))
+            if later:
                 recorder = loads.reloading(_ranks, chosen, keep)
                 if recorder is not None:
-                    return self._reload(recorder, loads)
-            cuts = first.cuts if first else {}
-            return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks())
+                    return primed(self._reload(recorder, loads))
+            loads.part()
+            cuts: Cuts | None = {} if first is None else first.cuts
+
+            def learn(found: Cuts) -> None:
+                if model is not None and first is not None:
+                    _first_loads[model] = _First(first.name, found)
+
+            return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks(), learn)
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)
@@ -209,8 +241,11 @@ def _ranks() -> Any:
 
     A draft model may be loaded by the ranks of one pipeline stage only, and then they are these.
     """
-    group = parallel_state.get_tp_group()
-    return group.cpu_group if group.world_size > 1 else None
+    try:
+        group = parallel_state.get_tp_group()
+    except AssertionError:  # vLLM has no ranks yet
+        return None
+    return group.cpu_group if group is not None and group.world_size > 1 else None
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

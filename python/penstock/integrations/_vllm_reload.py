@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from .._errors import PenstockError
 from .._report import Report
 from ._deferred import Deferred
+from ._mapped import Mapped, close_all
 from ._recorder import Recorder, watching
 
 try:
@@ -37,6 +39,8 @@ _DISPATCHED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _EXPERTS = "UnquantizedFusedMoEMethod"
 #: Recorders of reloads that have begun and not ended.
 _under_way: list[Recorder] = []
+#: Mapped files of such reloads.
+_lent: list[Mapped] = []
 
 
 def waits(model: torch.nn.Module, is_remote: bool) -> bool:
@@ -56,9 +60,32 @@ def waits(model: torch.nn.Module, is_remote: bool) -> bool:
     return _hooked() and all(known(one) for one in methods if isinstance(one, QuantizeMethodBase))
 
 
+def has_experts(model: torch.nn.Module) -> bool:
+    """Whether a reload that puts copies off has to load before it processes such layers."""
+    return any(type(getattr(module, "quant_method", None)).__name__ == _EXPERTS for module in model.modules())
+
+
+def ends() -> bool:
+    """Whether the end of a reload is heard of: without that, leases would last until the next one."""
+    return _hooked()
+
+
 def begin() -> None:
     """Begins a reload, of one place or several: what one that failed has left is nobody's any more."""
     _under_way.clear()
+    with suppress(PenstockError):  # it has failed already
+        _take_back()
+
+
+def lend(mapped: Mapped) -> None:
+    """Gives vLLM mapped files, whose leases are given back when the reload has ended, or the next one begins."""
+    _lent.append(mapped)
+
+
+def _take_back() -> None:
+    lent = list(_lent)
+    _lent.clear()
+    close_all(lent)
 
 
 def weights(recorder: Recorder, group: Any, done: Callable[[Report], None]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -142,13 +169,18 @@ def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def end(*args: Any, **kwargs: Any) -> Any:
-        _flush(_under_way)
         try:
+            _flush(_under_way)
             found = original(*args, **kwargs)
             _flush(_under_way)
-            return found
-        finally:
+        except BaseException:
             _under_way.clear()
+            with suppress(PenstockError):  # the first error is the one that is raised
+                _take_back()
+            raise
+        _under_way.clear()
+        _take_back()
+        return found
 
     return end
 

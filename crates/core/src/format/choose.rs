@@ -6,6 +6,7 @@ use super::natural::natural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::Location;
 use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 
 /// Tensors of transformers and mlx.
@@ -16,6 +17,8 @@ const DIFFUSERS: &str = "diffusion_pytorch_model";
 const PEFT: &str = "adapter_model";
 /// Tensors in the layout of the model's own program, often beside those of transformers.
 const CONSOLIDATED: &str = "consolidated";
+/// How many names of missing shards are found at most.
+const MOST_MISSING: usize = 10_000;
 /// Names whose dotted parts are variants, never modules of a model.
 const WRITERS: [&str; 5] = [DIFFUSERS, PEFT, CONSOLIDATED, "pytorch_model", "pytorch_lora_weights"];
 
@@ -103,6 +106,35 @@ fn without_number(stem: &str) -> &str {
         Some((set, part)) if digits(part) => set,
         _ => stem,
     }
+}
+
+/// The files that sets of shards lack by their names, without an index that would say so: `model-00001-of-00002.safetensors`
+/// alone lacks the second one. Numbers begin at 1, or at 0 if that is there.
+pub(super) fn missing_shards(names: &[Cow<'_, str>]) -> Vec<String> {
+    let mut sets: BTreeMap<(&str, &str, &str), BTreeSet<u64>> = BTreeMap::new();
+    for name in names {
+        let Some((head, rest)) = name.strip_suffix(".safetensors").and_then(|stem| stem.split_once("-of-")) else {
+            continue;
+        };
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let (of, ending) = rest.split_at(digits);
+        let ends = ending.is_empty() || ending.starts_with('.');
+        if let Some((set, part)) = head.rsplit_once('-').filter(|_| ends) {
+            if part.len() == of.len() && part.bytes().all(|b| b.is_ascii_digit()) {
+                sets.entry((set, of, ending)).or_default().extend(part.parse::<u64>());
+            }
+        }
+    }
+    let mut missing = Vec::new();
+    for ((set, of, ending), there) in sets {
+        let count: u64 = of.parse().unwrap_or(0);
+        let first = u64::from(!there.contains(&0));
+        let lacking = (first..first.saturating_add(count)).filter(|part| !there.contains(part));
+        for part in lacking.take(MOST_MISSING - missing.len()) {
+            missing.push(format!("{set}-{part:0width$}-of-{of}{ending}.safetensors", width = of.len()));
+        }
+    }
+    missing
 }
 
 /// Whether variants are called so wherever they occur: number formats, and averages of training.
@@ -567,6 +599,33 @@ mod tests {
         ] {
             assert!(!whole(names, index), "{names}");
         }
+    }
+
+    #[test]
+    fn shards_that_a_set_lacks_by_its_names() {
+        let lacks = |names: &str| missing_shards(&names.split(' ').map(Cow::from).collect::<Vec<_>>());
+        for whole in [
+            SHARDS,
+            "model.safetensors",
+            "m-00000-of-00002.safetensors m-00001-of-00002.safetensors",
+            "a-of-b.safetensors",
+            "x-1-of-00002.safetensors",
+            "one-of-2.safetensors",
+            "w-00001-of-00001.fp16.safetensors",
+            "m-00001-of-00000.safetensors",
+        ] {
+            assert!(lacks(whole).is_empty(), "{whole}: {:?}", lacks(whole));
+        }
+        assert_eq!(
+            lacks("m-00002-of-00003.safetensors"),
+            ["m-00001-of-00003.safetensors", "m-00003-of-00003.safetensors"]
+        );
+        assert_eq!(lacks("m-00000-of-00002.safetensors"), ["m-00001-of-00002.safetensors"]);
+        assert_eq!(lacks("m-1-of-2.fp16.safetensors"), ["m-2-of-2.fp16.safetensors"]);
+        let two = "m-01-of-02.safetensors m-01-of-03.safetensors m-02-of-03.safetensors";
+        assert_eq!(lacks(two), ["m-02-of-02.safetensors", "m-03-of-03.safetensors"]);
+        assert_eq!(lacks("m-000000000000001-of-999999999999999.safetensors").len(), MOST_MISSING);
+        assert!(lacks("m-1-of-99999999999999999999999999.safetensors").is_empty());
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! From what the user named to the shard files that it stands for.
 
-use super::choose::{are_whole_beside, choose, is_candidate, ChosenNames, FolderRequest, ToOpen};
+use super::choose::{are_whole_beside, choose, is_candidate, missing_shards, ChosenNames, FolderRequest, ToOpen};
 use super::join::listed;
 use super::natural::natural;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Location, Origin, Watch};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 
 /// What a source stands for.
@@ -165,24 +165,16 @@ pub fn to_open(place: &str, names: &[OsString], asked: &FolderRequest) -> Result
     })
 }
 
-/// Sets of shard files whose names say `-00001-of-00003` although not all three are there: one sentence for each set.
-pub(super) fn incomplete_sets(files: &[Origin]) -> Vec<String> {
-    let mut sets: Vec<(&str, usize, usize)> = Vec::new();
-    let mut places: HashMap<(&str, usize), usize> = HashMap::new();
-    for name in files.iter().filter_map(|f| f.location().stem()) {
-        let Some((head, of)) = name.rsplit_once("-of-") else { continue };
-        let (Some((prefix, part)), Ok(of)) = (head.rsplit_once('-'), of.parse::<usize>()) else { continue };
-        if part.is_empty() || !part.bytes().all(|b| b.is_ascii_digit()) {
-            continue;
-        }
-        let place = *places.entry((prefix, of)).or_insert(sets.len());
-        match sets.get_mut(place) {
-            Some(set) => set.2 += 1,
-            None => sets.push((prefix, of, 1)),
-        }
-    }
-    sets.iter()
-        .filter(|s| s.2 < s.1)
-        .map(|(prefix, of, there)| format!("{there} of the {of} shard files of `{prefix}` are here, by their names"))
-        .collect()
+/// The warning of sets of shard files whose names say `-00001-of-00003` although not all three are there.
+pub(super) fn incomplete_sets(files: &[Origin]) -> Option<String> {
+    let names: Vec<_> = files.iter().map(|file| file.location().file_name().to_string_lossy()).collect();
+    let missing = missing_shards(&names);
+    let count = missing.len();
+    let (them, are) = if count == 1 { ("it", "is") } else { ("them", "are") };
+    (count > 0).then(|| {
+        format!(
+            "by the names of the shard files, {count} more {are} missing, and this checkpoint lacks the tensors in {them}: {}",
+            listed(missing.into_iter(), count)
+        )
+    })
 }

@@ -217,15 +217,15 @@ impl Unread {
     /// The checkpoint of these headers.
     fn joined(self, shards: Result<Vec<Shard>>, watch: &Watch) -> Result<Checkpoint> {
         let Unread { files, index, folder, hasher } = self;
-        let chosen = folder.map(|folder| folder.warnings(&files, index.as_ref().map(|(origin, _)| origin)));
+        let chosen = folder.as_ref().map(|folder| folder.warnings(&files, index.as_ref().map(|(origin, _)| origin)));
         let mut warnings = chosen.unwrap_or_default();
         if let Some((origin, index)) = index {
             let shards = shards.map_err(|e| missing(origin.location(), &files, watch).unwrap_or(e))?;
             return indexed(origin.location(), &index, files, shards, hasher, warnings);
         }
         let shards = shards?;
-        // A single file was chosen on purpose, whatever its name says about others.
-        if files.len() > 1 {
+        // A single file that was named was chosen on purpose, whatever its name says about others.
+        if files.len() > 1 || folder.is_some() {
             warnings.extend(discover::incomplete_sets(&files));
         }
         let authority = Authority::new(&files, &hasher, watch);

@@ -8,6 +8,7 @@ mod among;
 mod choosing;
 mod drive;
 mod handle;
+mod leased;
 mod reader;
 mod shared;
 #[cfg(test)]
@@ -15,4 +16,5 @@ mod simulator;
 mod start;
 
 pub use handle::{Load, Next};
+pub use leased::{Handing, Leased};
 pub use reader::Reader;

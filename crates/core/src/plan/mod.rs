@@ -15,5 +15,5 @@ mod survey;
 pub mod traffic;
 pub mod want;
 
-pub use planned::is_resident;
 pub(crate) use planned::Planned;
+pub use planned::{is_resident, missing_where_mappable};

@@ -188,6 +188,32 @@ pub fn is_resident(checkpoint: &Checkpoint, wants: &[Want]) -> Result<bool> {
     Ok(survey.files.iter().flatten().all(|s| s.facts.kind != FsKind::Remote && s.missing() == 0))
 }
 
+/// How many bytes of the files from the first to the last wanted one the page cache does not hold, and how many there are;
+/// or why a file cannot be mapped under a lease.
+///
+/// # Errors
+/// As [`is_resident`].
+pub fn missing_where_mappable(
+    checkpoint: &Checkpoint,
+    wants: &[Want],
+) -> Result<std::result::Result<(u64, u64), String>> {
+    let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
+    let survey = Survey::new(checkpoint, wants, &layout, &checkpoint.storage()?)?;
+    let mut found = (0, 0);
+    for (s, file) in survey.files.iter().zip(checkpoint.files()) {
+        let Some(s) = s else { continue };
+        if !s.facts.leases_see_all_writers() {
+            let why = "a lease on an overlay does not see a program that writes to the layer below";
+            return Ok(Err(format!("{}: {why}", file.spelled)));
+        }
+        if !s.facts.mappable || !matches!(s.facts.kind, FsKind::Local | FsKind::Memory) {
+            return Ok(Err(format!("{} is on no disk of this machine that Penstock maps", file.spelled)));
+        }
+        found = (found.0 + s.missing(), found.1 + (s.span.end - s.span.start));
+    }
+    Ok(Ok(found))
+}
+
 /// What these extents read that nobody wants.
 fn unwanted(schedule: &Schedule, which: Range<usize>, wants: &[Want], files: &Storage) -> Unwanted {
     let mut found = Unwanted::default();

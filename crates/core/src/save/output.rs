@@ -274,6 +274,14 @@ impl Drop for Output {
 /// a blob of the Hub cache, which other revisions share and whose name is the hash of its content.
 fn check_name(path: &Path) -> Result<()> {
     let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));
+    // What is wrong with a name would show only after all bytes are written.
+    match fs::symlink_metadata(path) {
+        Err(e) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+            return refused("the name is too long for this file system, which takes 255 bytes in most cases");
+        }
+        Err(e) if e.kind() == io::ErrorKind::InvalidInput => return refused("a file name has no NUL character"),
+        _ => {}
+    }
     match fs::metadata(path) {
         Ok(found) if found.is_dir() => return refused("it is a directory"),
         Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => {

@@ -54,6 +54,14 @@ pub struct Facts {
     pub gap: Option<u64>,
 }
 
+impl Facts {
+    /// Whether every program that opens the file to write asks for its lease. On an overlay, one that writes to the layer below
+    /// does not.
+    pub(crate) fn leases_see_all_writers(&self) -> bool {
+        self.fs != "overlay"
+    }
+}
+
 /// Whether a read through the page cache that fails has written nothing. Linux returns an error only if no byte has been
 /// copied (`filemap_read`): otherwise the read is short. These file systems read in ways of their own, wholly or at times, and
 /// an error of theirs says nothing of the bytes before it.

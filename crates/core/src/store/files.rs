@@ -164,6 +164,11 @@ impl Files {
         Asking::new(&self.files[file as usize].asking)
     }
 
+    /// Descriptors that this process may have.
+    pub(crate) fn descriptors(&self) -> u64 {
+        descriptor_limit()
+    }
+
     /// Number of times a descriptor was opened.
     pub fn opens(&self) -> u64 {
         self.opens.load(Ordering::Relaxed)

@@ -76,11 +76,6 @@ impl Location {
         self.as_path().file_name().unwrap_or(self.as_os_str())
     }
 
-    /// The last part of it, without its last ending; `None` if that is no UTF-8.
-    pub(crate) fn stem(&self) -> Option<&str> {
-        self.as_path().file_stem()?.to_str()
-    }
-
     /// What stands behind the last dot of its name; `None` if that is no UTF-8.
     pub(crate) fn ending(&self) -> Option<&str> {
         self.as_path().extension()?.to_str()

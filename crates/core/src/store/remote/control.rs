@@ -2,6 +2,7 @@
 //! a connection of its own, on a thread that may block. Bytes of tensors never come this way.
 
 use super::address::{Address, Server};
+use super::answer::lenient;
 use super::net::{is_busy, Common};
 use super::proxy::Via;
 use super::racing;
@@ -232,7 +233,9 @@ fn head_of(request: &HttpRequest, target: &str, host: &str) -> Vec<u8> {
 fn parsed(bytes: &[u8], ended: bool) -> io::Result<Option<Parts>> {
     let mut fields = [httparse::EMPTY_HEADER; MOST_FIELDS];
     let mut answer = httparse::Response::new(&mut fields);
-    let httparse::Status::Complete(head) = answer.parse(bytes).map_err(|e| invalid(e.to_string()))? else {
+    let httparse::Status::Complete(head) =
+        lenient().parse_response(&mut answer, bytes).map_err(|e| invalid(e.to_string()))?
+    else {
         return Ok(None);
     };
     let status = answer.code.unwrap_or_default();

@@ -7,9 +7,6 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes between two reads that one body brings and nobody wants: they cost less than another request. A server sends
-/// 85 MB/s on one connection, after 10 to 50 ms.
-pub(super) const GAP: u64 = 1 << 20;
 /// A read is told to have arrived when so many bytes of the one before it are missing, so that its place is there in time.
 const AHEAD: u64 = 256 << 10;
 /// Reads that are looked at in search of neighbours.
@@ -93,8 +90,12 @@ impl RangeRequest {
                 out.push(libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len });
                 gap -= iov_len;
             }
+            // The body may end within the read.
+            let end = missing.end.min(self.asked.end);
             match &read.places {
-                Some(places) if gap == 0 && places.next(missing.end - missing.start, discard, out) => at = missing.end,
+                Some(places) if gap == 0 && missing.start < end && places.next(end - missing.start, discard, out) => {
+                    at = end
+                }
                 _ => return,
             }
         }
@@ -140,6 +141,7 @@ impl RangeRequest {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::answer::GAP;
     use super::super::range_read::{BodyPlaces, Site};
     use super::super::request::Unsigned;
     use super::*;

@@ -227,13 +227,13 @@ impl<S: WireEnd> Link<S> {
         let Some(fetch) = &mut self.fetch else { return Ok(Some(Advance::Close)) };
         fetch.reads.iter_mut().for_each(|read| read.answered = true);
         match answer.judge(&fetch.expected()) {
-            Verdict::Body { length: bytes, size, version } => {
+            Verdict::Body { from, length: bytes, size, version } => {
                 for read in &mut fetch.reads {
-                    read.seen(bytes, size, version.clone());
+                    read.seen(size, version.clone());
                     (read.redirects, read.renewed) = (0, 0);
                     read.by_close = answer.is_without_size();
                 }
-                fetch.asked.end = fetch.asked.start + bytes;
+                (fetch.at, fetch.asked) = (from, from..from + bytes);
                 let is_chunked = answer.is_chunked();
                 self.keeps = answer.keeps && (answer.has_length() || is_chunked) && answer.status == 206;
                 self.chunks = is_chunked.then(Chunks::default);
@@ -270,6 +270,9 @@ impl<S: WireEnd> Link<S> {
         fetch.places(discard, &mut places);
         if places.is_empty() {
             let Some(first) = fetch.reads.front() else { return Ok(Some(self.ended())) };
+            if !first.missing().is_empty() && fetch.left() == 0 {
+                return Ok(Some(Advance::Told(Verdict::Rest)));
+            }
             if !first.missing().is_empty() {
                 self.state = LinkState::Parked;
                 return Ok(Some(Advance::Wait));
@@ -314,7 +317,8 @@ impl<S: WireEnd> Link<S> {
             self.took(got, now, told);
             // The next connection's bytes have waited longer. Who goes on here takes what just came, in small pieces.
             let holds = self.used < self.head.len() || self.stream.holds_bytes();
-            let goes_on = |fetch: &RangeRequest| fetch.reads.front().is_some_and(RangeRead::has_place);
+            let goes_on =
+                |fetch: &RangeRequest| fetch.left() > 0 && fetch.reads.front().is_some_and(RangeRead::has_place);
             if !holds && self.fetch.as_ref().is_some_and(goes_on) {
                 return Ok(Some(Advance::Wait));
             }

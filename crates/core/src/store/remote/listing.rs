@@ -181,7 +181,7 @@ fn asked(
                         e
                     }
                     Verdict::OtherEtag(e) | Verdict::Failed(e) => return Err(e),
-                    Verdict::Body { .. } | Verdict::Whole { .. } | Verdict::Less(_) => {
+                    Verdict::Body { .. } | Verdict::Whole { .. } | Verdict::Less(_) | Verdict::Rest => {
                         let text = format!("the server answers a listing with status {status}");
                         return Err(Error::new(ErrorKind::Io, text).answered(status, None));
                     }

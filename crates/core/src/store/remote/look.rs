@@ -58,7 +58,7 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
                 renewed = true;
             }
             (Verdict::Again(e, _) | Verdict::OtherEtag(e) | Verdict::Failed(e), _) => return Err(e),
-            (Verdict::Whole { .. } | Verdict::Less(_), _) => return Err(no_ranges()),
+            (Verdict::Whole { .. } | Verdict::Less(_) | Verdict::Rest, _) => return Err(no_ranges()),
         }
     }
     Err(Error::new(ErrorKind::Io, format!("the server redirects more than {MOST_REDIRECTS} times")))

@@ -321,7 +321,7 @@ impl Objects for WebObjects {
             parallelism: Some(self.common.settings.connections * READS),
             staging: TakesSlab::AtArrival,
             extent: Some(EXTENT),
-            gap: Some(fetch::GAP),
+            gap: Some(answer::GAP),
         })
     }
 

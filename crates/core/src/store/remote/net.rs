@@ -1,9 +1,9 @@
 //! The connections of one load, on one thread: requests are sent, bodies received, and what fails is asked for again.
 
 use super::address::{Address, Server};
-use super::answer::Verdict;
+use super::answer::{Verdict, GAP};
 use super::counts::Counts;
-use super::fetch::{RangeRequest, GAP};
+use super::fetch::RangeRequest;
 use super::link::{Advance, Link, LinkState};
 use super::links::Links;
 use super::names::Names;
@@ -498,6 +498,7 @@ impl<W: Wires> Net<W> {
         let verdict = self.of_proxy(&fetch, verdict);
         match verdict {
             Verdict::Body { .. } | Verdict::Whole { .. } => {}
+            Verdict::Rest => self.back(Some(fetch)),
             Verdict::Less(end) => {
                 fetch.reads.iter_mut().for_each(|read| read.less(end));
                 self.back(Some(fetch));

@@ -249,10 +249,10 @@ impl RangeRead {
         self.expected.object.as_ref()
     }
 
-    /// The object has this size and version, and `length` bytes come.
-    pub(super) fn seen(&mut self, length: u64, size: u64, version: Version) {
+    /// The object has this size and version.
+    pub(super) fn seen(&mut self, size: u64, version: Version) {
         if self.expected.object.is_none() {
-            self.expected.range.end = self.expected.range.start + length;
+            self.expected.range.end = self.expected.range.end.min(size);
             self.expected.object = Some((size, version));
         }
     }
@@ -265,7 +265,7 @@ impl RangeRead {
     /// The body of an object that came whole has ended.
     pub(super) fn closed(&mut self, version: Version, by_close: bool) {
         (self.is_open, self.by_close) = (false, by_close);
-        self.seen(self.got, self.got, version);
+        self.seen(self.got, version);
     }
 
     /// Whether what breaks off now is asked for from the first byte on.

@@ -1,8 +1,7 @@
 //! The source of a load from web servers: a thread that has the connections, or several that share them.
 
-use super::answer::Expected;
+use super::answer::{Expected, GAP};
 use super::counts::Counts;
-use super::fetch::GAP;
 use super::net::{Common, Net};
 use super::range_read::{BodyPlaces, RangeRead, Site};
 use super::settings::WebSettings;

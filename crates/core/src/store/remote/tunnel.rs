@@ -1,5 +1,6 @@
 //! Tunnels through a proxy, to servers with TLS; and what proxies answer that refuse.
 
+use super::answer::lenient;
 use crate::error::{Error, ErrorKind};
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -42,7 +43,7 @@ impl Tunnel {
         loop {
             let mut fields = [httparse::EMPTY_HEADER; MOST_FIELDS];
             let mut answer = httparse::Response::new(&mut fields);
-            let parsed = answer.parse(&self.answer);
+            let parsed = lenient().parse_response(&mut answer, &self.answer);
             let parsed = parsed.map_err(|_| self.wrong("the proxy does not answer in HTTP"))?;
             if let (httparse::Status::Complete(length), Some(status)) = (parsed, answer.code) {
                 if (200..300).contains(&status) && length == self.answer.len() {
