@@ -50,7 +50,7 @@ help:
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
 	@echo "make test-transformers-4  what was saved, loaded by transformers 4.52 (installs it into .transformers-4)"
-	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node)"
+	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node); six pods of four ranks start together against a busy one"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make ranks   ranks that load together: killed and stopped at 50 points, starved, beside a thousand rounds of collectives (ten minutes)"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
@@ -90,10 +90,11 @@ OBSERVING := ceilings device_gpu load_gpu load_pipeline load_threads load_thrott
 test-rust: environment
 	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) --workspace --exclude penstock-python
 
-# Processes that run tests which compute. Many of them wait for others, so there are more than processors. Tests that observe
-# the machine run alone, before them. Compiled modules are kept where the environment says no too: each process would compile
-# all tests again, which takes twice as long as the rest of what it imports.
-WORKERS ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
+# Processes that run tests which compute. Many of them wait for others, so there are more than processors. Not many more: each
+# imports torch and collects all tests, which takes 10 s of a processor. Tests that observe the machine run alone, before them.
+# Compiled modules are kept where the environment says no too: each process would compile all tests again, which takes twice
+# as long as the rest of what it imports.
+WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
 PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
 	PENSTOCK_TEST_NETBENCH=$(TARGET)/release \
 	$(RUN) -m pytest --durations=20
@@ -327,7 +328,7 @@ test-servers: develop
 	test -x $(SERVERS)/fake-gcs-server || GOBIN=$(SERVERS) go install $(FAKE_GCS)
 	test -e $(SERVERS)/azurite/node_modules/.bin/azurite-blob || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(SERVERS)/azurite $(AZURITE)
 	test -x $(SERVERS)/clients/bin/aws || { $(RUN) -m venv $(SERVERS)/clients && $(SERVERS)/clients/bin/python -m pip install --disable-pip-version-check --quiet boto3 awscli; }
-	PENSTOCK_TEST_SERVERS=$(SERVERS) $(RUN) -m pytest --durations=5 tests/servers
+	PENSTOCK_TEST_SERVERS=$(SERVERS) PENSTOCK_TEST_BUSY=1 $(RUN) -m pytest --durations=5 tests/servers tests/test_busy_server.py
 
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
 replay: engines-environment

@@ -36,8 +36,8 @@ from penstock.synthetic.synth import Layout, Tensor
 torch = pytest.importorskip("torch")
 
 #: What failed tests leave; hooks for the marks `machine` and `pairwise`; checkpoints with the layouts of public models;
-#: processes that load together.
-pytest_plugins = ["aftermath", "machine", "models", "pairwise", "ranks_together", "placed_ranks"]
+#: processes that load together; programs that find torch imported.
+pytest_plugins = ["aftermath", "machine", "models", "pairwise", "ranks_together", "placed_ranks", "with_torch"]
 
 #: The tests of serving engines need an environment with those engines: `make engines`.
 collect_ignore_glob = [] if os.environ.get("PENSTOCK_TEST_ENGINES") == "1" else ["engines"]

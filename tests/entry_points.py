@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import _core
-from penstock._core import CacheFill, Checkpoint, Load, Options, Save, View
+from penstock._core import CacheFill, Checkpoint, Leased, Load, Options, Save, View
 
 #: Attributes that Python itself gives a class of the extension. Comparisons are derived, and compare numbers. Copying
 #: or pickling an object leaves `__slotnames__` in its class.
@@ -73,6 +73,11 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
 
     def view() -> View:
         return loaded().views([0])[0]
+
+    def leased() -> Leased:
+        found = loaded().lease(1 << 30)
+        assert isinstance(found, Leased), f"no leases here: {found}"
+        return found
 
     arranged: dict[str, Any] = {"layout": "aligned", "order": "file"}
     tensors = [("a", "U8", [4], None, None)]
@@ -166,6 +171,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Load.capsule": Call(loaded, 0, (2, 32), [8]),
         "Load.capsules": Call(loaded, [0, 1], floats, lambda capsule: capsule),
         "Load.views": Call(loaded, [0]),
+        "Leased.hand": Call(leased, 0, list),
+        "Load.lease": Call(loaded, 1 << 30),
         "View.capsule": Call(view, (2, 32), [8]),
         "View.__dlpack__": Call(view, stream=None, dl_device=None),
         "Reader.__new__": Call(None, checkpoint(), options),
@@ -186,6 +193,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Seat.join": Call(seat, 0, [("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares.__new__": Call(None, checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
         "is_resident": Call(None, checkpoint(), [0, 1], [None, [(0, 4, 1)]]),
+        "missing_where_mappable": Call(None, checkpoint(), [0, 1]),
         "traffic": Call(None, checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0], [0, 1]),
         "pack_wants": Call(None, checkpoint(), [0, 1], [None, [(0, 4, 1)]]),
     }
@@ -194,6 +202,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Checkpoint": checkpoint,
         "Load": loaded,
         "View": view,
+        "Leased": leased,
         "Save": saving,
         "Reader": reader,
         "CacheFill": filling,

@@ -20,12 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from penstock import _accelerator, _core
 from penstock._device import Device
+
+if TYPE_CHECKING:  # programs that only want the driver need not wait for it
+    import torch
 
 LIBRARY = os.environ.get("PENSTOCK_TEST_FAKEGPU")
 NO_LIBRARY = "PENSTOCK_TEST_FAKEGPU names no libfakegpu.so: cargo build -p fakegpu"
@@ -193,6 +195,8 @@ class Pool:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Memory in which something queued earlier still writes."""
+        import torch
+
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         size = -(-nbytes // self.ROUNDING) * self.ROUNDING
@@ -246,6 +250,8 @@ class FakeTorch:
     """
 
     def __init__(self, fake: FakeGpu, devices: int = 1) -> None:
+        import torch
+
         self.fake = fake
         fake.configure(strict=1, devices=devices)
         self._contexts = [ctypes.c_void_p() for _ in range(devices)]
@@ -289,9 +295,13 @@ class FakeTorch:
             self.fake.driver("", "hipSetDevice", device)
 
     def __getattr__(self, name: str) -> Any:
+        import torch
+
         return getattr(torch, name)
 
     def empty(self, shape: Any, *, dtype: Any, device: str) -> torch.Tensor:
+        import torch
+
         nbytes = math.prod(shape) * dtype.itemsize
         flat = self.sides[int(device.removeprefix("cuda:"))].pool.empty(nbytes)
         # Not a view of it: torch's own would be none either.
@@ -305,6 +315,8 @@ class FakeTorch:
 
     def destination(self, like: torch.Tensor, device: int = 0) -> torch.Tensor:
         """A parameter on the GPU that something queued still writes to."""
+        import torch
+
         flat = self.sides[device].pool.empty(like.nbytes)
         return flat.view(like.dtype).reshape(like.shape) if like.nbytes else torch.empty_like(like)
 

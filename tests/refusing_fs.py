@@ -252,7 +252,7 @@ def mounted(backing: Path, source: str = "refusing", **how: Any) -> Iterator[Ref
     with tempfile.TemporaryDirectory(prefix="refusing-fs-") as place:
         path, report = Path(place) / "mount", Path(place) / "report"
         path.mkdir()
-        command = [sys.executable, __file__, path, backing, source, json.dumps(how), report]
+        command = [sys.executable, "-I", "-S", __file__, path, backing, source, json.dumps(how), report]
         server = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
         try:
             assert server.stdout is not None

@@ -47,7 +47,7 @@ class Server:
         self.how: dict[str, Any] = {"latency": 0.0, "hang": [], "fail": [], "errno": errno.EIO, "after": 0}
         self.how |= {"sizes": {}, "bad": {}, "direct": True}
         self.requests: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
-        self.at_once = self.most_at_once = self.hanging = 0
+        self.at_once = self.most_at_once = self.hanging = self.read_bytes = 0
 
     def serve(self) -> None:
         threading.Thread(target=self.listen, daemon=True).start()
@@ -73,6 +73,7 @@ class Server:
                 self.how.update(command)
                 told = {
                     "requests": dict(self.requests),
+                    "read_bytes": self.read_bytes,
                     "at_once": self.at_once,
                     "most_at_once": self.most_at_once,
                     "hanging": self.hanging,
@@ -80,6 +81,7 @@ class Server:
                 if command.get("forget"):
                     self.most_at_once = self.at_once
                     self.requests = dict.fromkeys(self.requests, 0)
+                    self.read_bytes = 0
                 self.changed.notify_all()
             print(json.dumps(told), flush=True)
 
@@ -98,6 +100,8 @@ class Server:
                 finally:
                     with self.changed:
                         self.at_once -= opcode == READ
+                with self.changed:
+                    self.read_bytes += len(data) * (opcode == READ)
             else:
                 data = self.answer(opcode, node, body)
             error = 0
@@ -226,7 +230,10 @@ def mounted(backing: Path) -> Iterator[SlowFs]:
     """The folder ``backing`` through a file system that can be told to misbehave."""
     path = Path(tempfile.mkdtemp(prefix="slow-fs-"))
     server = subprocess.Popen(
-        [sys.executable, __file__, str(path), str(backing)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-I", "-S", __file__, str(path), str(backing)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout is not None

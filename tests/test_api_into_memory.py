@@ -175,11 +175,11 @@ SAID = {
 
 
 def test_every_destination_that_cannot_be_filled_is_a_mismatch_and_no_crash(
-    file: Path, tmp_path: Path, python: Callable[..., CompletedProcess[str]]
+    file: Path, tmp_path: Path, torch_python: Callable[..., CompletedProcess[str]]
 ) -> None:
     left, wrong = list(SAID), {}
     while left:
-        done = python(PROGRAM, file, tmp_path / "truncated", *left)
+        done = torch_python(PROGRAM, file, tmp_path / "truncated", *left)
         cases, *lines = done.stdout.splitlines() or [f"{left}"]
         assert sorted(SAID) == json.loads(cases), done.stderr
         for line in lines:

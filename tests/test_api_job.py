@@ -118,7 +118,7 @@ def test_a_result_that_is_not_there_in_time_is_a_timeout_and_comes_later(big, py
     Oracle(big).same(job.result())
 
 
-def test_a_job_in_a_forked_child_is_a_clear_error_and_the_child_can_load(big, small, python):
+def test_a_job_in_a_forked_child_is_a_clear_error_and_the_child_can_load(big, small, torch_python):
     code = """
 import os, sys, penstock
 job = penstock.open(sys.argv[1]).start(options={"copy": True})
@@ -135,14 +135,14 @@ _, status = os.waitpid(child, 0)
 assert len(job.result()) == 24
 print(os.waitstatus_to_exitcode(status))
 """
-    run = python(code, big, small)
+    run = torch_python(code, big, small)
     assert run.stdout.strip() == "7", run.stderr
 
 
 @pytest.mark.machine
-def test_an_interpreter_that_exits_with_a_job_running_ends(big, python):
+def test_an_interpreter_that_exits_with_a_job_running_ends(big, torch_python):
     start = time.monotonic()
-    run = python("import sys, penstock; job = penstock.open(sys.argv[1]).start(options={'copy': True})", big)
+    run = torch_python("import sys, penstock; job = penstock.open(sys.argv[1]).start(options={'copy': True})", big)
     assert (run.returncode, run.stderr) == (0, "")
     assert time.monotonic() - start < 30
 

@@ -507,14 +507,14 @@ def test_a_function_that_is_given_for_progress_is_called_on_every_rank(opened, m
     assert seen[-1] == (opened.nbytes, opened.nbytes)
 
 
-def test_progress_bars_need_no_tqdm(small, python):
+def test_progress_bars_need_no_tqdm(small, torch_python):
     code = """
 import sys
 sys.modules["tqdm"] = sys.modules["tqdm.auto"] = None
 import penstock
 penstock.open(sys.argv[1]).load(progress=True)
 """
-    run = python(code, small)
+    run = torch_python(code, small)
     assert run.returncode == 0, run.stderr
     assert "(100%)" in run.stderr
 

@@ -198,7 +198,7 @@ def test_a_missing_file_is_file_not_found(tmp_path):
         penstock.safe_open(tmp_path / "nothing.safetensors", framework="pt")
 
 
-def test_a_gpu_that_is_not_there_is_an_error_at_the_first_tensor(one, python):
+def test_a_gpu_that_is_not_there_is_an_error_at_the_first_tensor(one, torch_python):
     code = """
 import sys, penstock
 with penstock.safe_open(sys.argv[1], framework="pt", device="cuda:0") as file:
@@ -208,7 +208,7 @@ with penstock.safe_open(sys.argv[1], framework="pt", device="cuda:0") as file:
     except penstock.DeviceError as error:
         print(error)
 """
-    run = python(code, one, PENSTOCK_GPU_LIBRARY="", CUDA_VISIBLE_DEVICES="")
+    run = torch_python(code, one, PENSTOCK_GPU_LIBRARY="", CUDA_VISIBLE_DEVICES="")
     assert run.stdout.startswith("4\n"), run.stderr
     assert "penstock doctor" in run.stdout
 

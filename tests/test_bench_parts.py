@@ -302,7 +302,7 @@ def test_contestants_that_need_no_peer_load_every_byte(name: str, file: Path):
     assert verify(state, [file])["different"] == []
 
 
-def test_a_loader_that_is_not_installed_is_absent_with_its_reason(file: Path):
+def test_a_loader_that_is_not_installed_is_absent_with_its_reason(file: Path, torch_python: Any):
     code = """
 import json, sys
 sys.modules["safetensors"] = None
@@ -310,7 +310,8 @@ from penstock.bench.child import Order, serve
 serve(Order(**json.loads(sys.argv[1])), lambda: "end", lambda said: print(json.dumps(said)))
 """
     asked = json.dumps(vars(order(file, "safetensors")))
-    done = subprocess.run([sys.executable, "-c", code, asked], capture_output=True, text=True, check=True)
+    done = torch_python(code, asked)
+    assert done.returncode == 0, done.stderr
     assert "safetensors" in json.loads(done.stdout)["absent"]
 
 

@@ -5,6 +5,7 @@ bytes that were there before; never a mixture, never a killed process.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -24,9 +25,25 @@ ROUTES = {
 Changed = (penstock.ChangedError, penstock.TruncatedError)
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """24 MB, and beside it the same tensors with other bytes. Not to be written to."""
+    folder = tmp_path_factory.mktemp("original")
+    ordeal.write(folder / "other" / "model.safetensors", TENSORS, NBYTES, seed=9)
+    return ordeal.write(folder / "model.safetensors", TENSORS, NBYTES)
+
+
 @pytest.fixture
-def file(tmp_path) -> Path:
-    return ordeal.write(tmp_path / "model.safetensors", TENSORS, NBYTES)
+def file(original, tmp_path) -> Path:
+    return copy(original, tmp_path / "model.safetensors")
+
+
+def copy(original: Path, path: Path) -> Path:
+    """A file that a test may change, and the one that `replace` puts in its place."""
+    (path.parent / "other").mkdir(exist_ok=True)
+    shutil.copyfile(original.parent / "other" / original.name, path.parent / "other" / path.name)
+    shutil.copyfile(original, path)
+    return path
 
 
 def truncate(path: Path) -> None:
@@ -42,8 +59,7 @@ def rewrite(path: Path) -> None:
 
 
 def replace(path: Path) -> None:
-    other = ordeal.write(path.with_name("other") / path.name, TENSORS, NBYTES, seed=9)
-    other.replace(path)
+    (path.parent / "other" / path.name).replace(path)
 
 
 def delete(path: Path) -> None:
@@ -95,12 +111,12 @@ def test_changed_in_the_middle_of_a_stream(file, change, route):
 
 @of_change
 @by_route
-def test_changed_by_somebody_else_at_any_moment(tmp_path, change, route):
+def test_changed_by_somebody_else_at_any_moment(original, tmp_path, change, route):
     """A race, run often: the load is whole and old, or an error."""
     path = tmp_path / "model.safetensors"
+    before = contents(original)
     for round_ in range(8):
-        ordeal.write(path, TENSORS, NBYTES)
-        before = contents(path)
+        copy(original, path)
         if round_ % 2:
             ordeal.evict(path)
         checkpoint = penstock.open(path)

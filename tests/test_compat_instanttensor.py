@@ -313,7 +313,7 @@ def test_the_environment_is_asked_where_an_argument_is_missing(held, monkeypatch
 
 
 @pytest.fixture
-def refused(held, python) -> Callable[..., str]:
+def refused(held, torch_python) -> Callable[..., str]:
     """What a program prints to which the kernel refuses these: refused(refusals, backends, path, **environment)."""
 
     def run(refusals: str, backends: str, path: Path = held, **environment: str) -> str:
@@ -329,7 +329,7 @@ except RuntimeError as error:
     print(type(error).__name__, error)
 """
         here = str(Path(__file__).parent)
-        done = python(
+        done = torch_python(
             code, path, **{"PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]), **environment}
         )
         assert done.returncode == 0, done.stderr
@@ -533,7 +533,7 @@ def test_files_that_are_not_there_or_not_whole(held, tmp_path):
         face.safe_open(held, "pt", "cpu")
 
 
-def test_a_gpu_that_is_not_there_is_an_error_at_once_unless_nothing_is_to_be_loaded_now(held, python):
+def test_a_gpu_that_is_not_there_is_an_error_at_once_unless_nothing_is_to_be_loaded_now(held, torch_python):
     code = """
 import sys
 from penstock.compat.instanttensor import safe_open
@@ -543,7 +543,7 @@ try:
 except RuntimeError as error:
     print(type(error).__name__)
 """
-    run = python(code, held, PENSTOCK_GPU_LIBRARY="cuda:/nowhere.so")
+    run = torch_python(code, held, PENSTOCK_GPU_LIBRARY="cuda:/nowhere.so")
     assert run.stdout.split() == ["24", "DeviceError"], run.stderr
 
 

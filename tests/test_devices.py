@@ -223,7 +223,7 @@ def test_parameters_elsewhere_are_not_filled_by_the_core() -> None:
             parse_device(device)
 
 
-def test_loads_within_a_device_of_torch_stay_where_they_are_asked_for(python, several):
+def test_loads_within_a_device_of_torch_stay_where_they_are_asked_for(torch_python, several):
     code = """
 import sys, torch, penstock, penstock.torch
 from penstock._torch import _native
@@ -246,5 +246,5 @@ words = expected["w"].view(torch.int16)  # some are no numbers
 assert all(torch.equal(part.view(torch.int16), words[index]) for part, index in zip(parts, lists))
 print("well")
 """
-    run = python(code, several)
+    run = torch_python(code, several)
     assert run.stdout == "well\n", run.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,8 +65,33 @@ def test_a_quarter_of_the_columns_is_such_a_load(write, monkeypatch, caplog):
     )
     assert of["nbytes"] == 1 << 20
     of["exchange"] = OFF  # as of a rank of a group
-    loads = Loads.__new__(Loads)
-    loads.recorders, loads.fallbacks, loads.group = [SimpleNamespace(run=lambda model, group: of)], [], None
+    loads = Loads(torch.device("cpu"), None)
+    loads.recorders = [SimpleNamespace(run=lambda model, group: of)]
     with caplog.at_level(logging.WARNING, "penstock"):
         loads.run(torch.nn.Module())
     assert "MB were read for 1.05 MB that this rank wants, 4.0 times as many: row-parallel" in caplog.text
+
+
+def test_a_tensor_of_the_index_that_no_shard_has_is_told(small: Path, tmp_path: Path, caplog: Any) -> None:
+    from penstock.integrations._engine import Chosen
+
+    folder = shutil.copytree(small, tmp_path / "model")
+    (index,) = folder.glob("*.index.json")
+    shards = sorted(map(str, folder.glob("*.safetensors")))
+
+    def said(files: list[str]) -> list[str]:
+        caplog.clear()
+        Chosen(files).opened(None)
+        return [text for text in caplog.messages if "in no shard file" in text]
+
+    assert said(shards) == []
+    found = json.loads(index.read_text())
+    last = Path(shards[-1]).name
+    found["weight_map"] |= {"gone": last, "lost": last}
+    index.write_text(json.dumps(found))
+    (text,) = said(shards)
+    lacking = f"2 tensors of the index are in no shard file, so this checkpoint lacks them: 'gone' ({last}), 'lost'"
+    assert text.startswith(f"penstock: {index}: {lacking}")
+    assert said(shards[:2]) == [], "an engine may choose some of the files"
+    index.write_text("[]")
+    assert said(shards) == []

@@ -194,6 +194,13 @@ def test_what_no_engine_needs_may_have_a_name_that_no_file_has(bucket, temporary
     assert repr(name[:80])[:-1] in said and "no file can be called so" in said
 
 
+@pytest.mark.parametrize("name", ["with a\ttab.json", "\t.txt"])
+def test_a_name_with_a_tab_is_a_name(bucket, temporary, caplog, name):
+    bucket.objects[f"m/{name}"] = b"{}"
+    assert fetched(bucket) == {name}
+    assert [text for text in caplog.messages if text.startswith("penstock: ")] == []
+
+
 def test_a_first_byte_that_is_refused_without_a_size_is_no_empty_object(bucket, temporary):
     bare = error(416, "InvalidRange", "The requested range is not satisfiable")
     bucket.script = lambda target, number: bare if target.endswith((".txt", ".json")) else None

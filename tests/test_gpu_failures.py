@@ -496,6 +496,6 @@ def test_a_child_of_a_process_that_has_looked_for_gpus_is_told_so(python: Any) -
     assert "used-after-fork" not in run.stderr
 
 
-def test_a_forked_child_is_told_and_the_parent_goes_on(python: Any, file: Path) -> None:
-    run = python(FORK, file, **environment(FAKEGPU_COPY_DELAY_US="3000"))
+def test_a_forked_child_is_told_and_the_parent_goes_on(torch_python: Any, file: Path) -> None:
+    run = torch_python(FORK, file, **environment(FAKEGPU_COPY_DELAY_US="3000"))
     assert (run.returncode, run.stdout.strip()) == (0, "well"), run.stderr

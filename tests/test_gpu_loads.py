@@ -600,8 +600,8 @@ def test_a_load_beside_a_capture_neither_breaks_it_nor_fails(
             assert fake.misuses == []
 
 
-def hand_out(opened: penstock.Checkpoint, device: str) -> tuple[float, int]:
-    """Seconds of handing out a load, and calls of Python and C functions made meanwhile."""
+def calls_of_handing_out(opened: penstock.Checkpoint, device: str) -> int:
+    """Calls of Python and C functions while a load is handed out."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -612,24 +612,25 @@ def hand_out(opened: penstock.Checkpoint, device: str) -> tuple[float, int]:
     job.wait()
     sys.setprofile(count)
     try:
-        tensors = job.result()
+        job.result()
     finally:
         sys.setprofile(None)
-    del job, tensors
-    best = 1.0
-    for _ in range(7):
-        tensors = opened.load(device)
-        best = min(best, opened.last_report["hand_out_seconds"])
-        del tensors
-        gc.collect()
-    return best, calls
+    return calls
 
 
 @pytest.mark.machine
 def test_handing_out_on_a_gpu_costs_hardly_more_than_on_the_cpu(gpu: FakeTorch, small: Path) -> None:
     gpu.fake.configure(checksum=0, poison=0)
     opened = penstock.open(small)
-    (on_cpu, few), (on_gpu, calls) = hand_out(opened, "cpu"), hand_out(opened, "cuda:0")
+    few, calls = calls_of_handing_out(opened, "cpu"), calls_of_handing_out(opened, "cuda:0")
     # Not a call per tensor: the core makes them all in one.
     assert calls <= few + 300 < len(opened) / 10, (few, calls)
-    assert on_gpu <= 1.5 * on_cpu, (on_cpu, on_gpu)
+    seconds: dict[str, list[float]] = {"cpu": [], "cuda:0": []}
+    # By turns: what disturbs one disturbs the other
+    for _ in range(9):
+        for device, taken in seconds.items():
+            tensors = opened.load(device)
+            taken.append(opened.last_report["hand_out_seconds"])
+            del tensors
+            gc.collect()
+    assert min(seconds["cuda:0"]) <= 1.5 * min(seconds["cpu"]), seconds

@@ -599,13 +599,24 @@ def test_verify_on_the_command_line(cached, cli):
 
 def test_the_cache_is_where_huggingface_hub_has_it(cache, python, tmp_path):
     pytest.importorskip("huggingface_hub")
+    # Each of its own process, in which the package is imported anew: what it imports itself is there
     code = """
-import sys, penstock._hub, huggingface_hub.constants
-print(huggingface_hub.constants.HF_HUB_CACHE, penstock._hub.cache_folder(), sep="\\n")
+import json, os, sys, penstock._hub, huggingface_hub.constants
+for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+    del sys.modules[name]
+del os.environ["HF_HOME"]
+for environment in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        import huggingface_hub.constants
+        print(json.dumps([huggingface_hub.constants.HF_HUB_CACHE, str(penstock._hub.cache_folder())]), flush=True)
+        os._exit(0)
+    os.wait()
 """
-    for environment in [*_environments(str(tmp_path)), {"HF_HUB_CACHE": ""}, {"HF_HOME": ""}]:
-        run = python(f"import os\ndel os.environ['HF_HOME']\nos.environ.update({environment!r})\n{code}")
-        theirs, ours = run.stdout.split("\n")[:2]
+    environments = [*_environments(str(tmp_path)), {"HF_HUB_CACHE": ""}, {"HF_HOME": ""}]
+    run = python(code, json.dumps(environments))
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    for environment, (theirs, ours) in zip(environments, found, strict=True):
         assert Path(theirs) == Path(ours), (environment, run.stderr)
 
 

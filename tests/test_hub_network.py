@@ -363,14 +363,25 @@ def test_the_token_is_the_one_that_huggingface_hub_finds(home, tmp_path, python)
     (home / "token").write_text("hf_ofHome\n")
     (tmp_path / "there").write_text("hf_there")
     (tmp_path / "empty").write_text("\n")
+    # Each of its own process, in which the package is imported anew: what it imports itself is there
     code = """
-import huggingface_hub, penstock._hub_network
-print(huggingface_hub.get_token(), (penstock._hub_network.token() or [None])[0])
+import json, os, sys, penstock._hub_network, huggingface_hub
+huggingface_hub.get_token
+for name in [name for name in sys.modules if name.split(".")[0] == "huggingface_hub"]:
+    del sys.modules[name]
+for environment in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        import huggingface_hub
+        print(json.dumps([huggingface_hub.get_token(), (penstock._hub_network.token() or [None])[0]]), flush=True)
+        os._exit(0)
+    os.wait()
 """
-    for environment in _tokens(str(tmp_path)):
-        run = python(code, **environment)
-        theirs, ours = run.stdout.split() if run.returncode == 0 else (run.stderr, "")
-        assert theirs == ours, environment
+    environments = _tokens(str(tmp_path))
+    run = python(code, json.dumps(environments))
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    for environment, (theirs, ours) in zip(environments, found, strict=True):
+        assert theirs == ours, (environment, run.stderr)
 
 
 def test_a_token_may_be_kept_back(hub, monkeypatch, small):

@@ -624,3 +624,11 @@ def test_a_thread_that_still_reads_does_not_block_the_run(path: Path, monkeypatc
         thread.join(60)
         assert not thread.is_alive()
     assert same(model.table, eager.view(-1)[5:40])
+
+
+def test_torchs_compiler_is_not_asked_about_each_operation():
+    """That was a tenth of a recording."""
+    from penstock.integrations._recorder import _Watch
+
+    function = vars(_Watch)["__torch_dispatch__"]
+    assert function.__module__ == _Watch.__module__ and not hasattr(function, "__wrapped__")

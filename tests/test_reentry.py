@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -443,8 +444,13 @@ def gone():
 """
 
 
-def each_in_a_child(program: str, path: Path, cases: list[tuple[str, ...]]) -> list[str]:
-    """Runs a program once for each list of arguments, in children of one process: torch is imported once."""
+@pytest.fixture
+def each_in_a_child(torch_python: Any) -> Any:
+    """Runs a program for each list of arguments, in children of one process: each_in_a_child(program, path, cases)."""
+    return partial(_each_in_a_child, torch_python)
+
+
+def _each_in_a_child(torch_python: Any, program: str, path: Path, cases: list[tuple[str, ...]]) -> list[str]:
     children = """
 import json
 for case in json.loads(sys.argv[2]):
@@ -460,18 +466,12 @@ for case in json.loads(sys.argv[2]):
     print("right" if status == 0 else f"{case}: {status}", flush=True)
 """
     head, _, _ = HEAD.rpartition("re_entering = ")
-    done = subprocess.run(
-        [sys.executable, "-c", f"{head}{PATCHING}\nPROGRAM = {program!r}\n{children}", str(path), json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=60 * len(cases) * ordeal.load_factor(),
-        check=False,
-    )
+    done = torch_python(f"{head}{PATCHING}\nPROGRAM = {program!r}\n{children}", path, json.dumps(cases))
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[:-1]
 
 
-def test_a_patch_may_be_made_and_undone_in_the_middle_of_making_one(many):
+def test_a_patch_may_be_made_and_undone_in_the_middle_of_making_one(each_in_a_child, many):
     pytest.importorskip("safetensors")
     program = """
 outer, inner = [], []
@@ -495,7 +495,7 @@ assert gone() and routing.finder not in sys.meta_path
     assert each_in_a_child(program, many, cases) == ["right"] * 18
 
 
-def test_a_patch_may_be_made_in_the_middle_of_undoing_one(many):
+def test_a_patch_may_be_made_in_the_middle_of_undoing_one(each_in_a_child, many):
     pytest.importorskip("safetensors")
     program = """
 made = []

@@ -639,7 +639,7 @@ print(same, report.direct_bytes, [one["to"] for one in report.fallbacks], os.lis
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 @pytest.mark.parametrize("fsync", [True, False])
-def test_a_quota_is_said_and_leaves_the_old_file(quota: Path, python: Callable[..., Any], fsync: bool):
+def test_a_quota_is_said_and_leaves_the_old_file(quota: Path, torch_python: Callable[..., Any], fsync: bool):
     code = """
 import errno, os, sys, torch, penstock
 os.setgid(65534); os.setuid(65534)
@@ -651,7 +651,7 @@ except penstock.NoSpaceError as error:
     print(errno.errorcode[error.errno], sys.argv[1] in str(error), os.listdir(os.path.dirname(sys.argv[1])))
 print(penstock.load_file(sys.argv[1])["a"].sum().item())
 """
-    done = python(code, quota / "m.safetensors", fsync)
+    done = torch_python(code, quota / "m.safetensors", fsync)
     assert done.stdout.split("\n")[:2] == ["EDQUOT True ['m.safetensors']", "10.0"], done.stderr
 
 
@@ -900,3 +900,13 @@ def test_a_save_that_is_told_of_its_progress(tmp_path: Path):
     report = penstock.save_file(several(), tmp_path / "m", progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (report.file_bytes, report.file_bytes)
     assert report.gbps > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("n" * 256, "too long"), ("ä" * 128, "too long"), ("a\0b", "NUL"), ("a" * 5000, "too long")]
+)
+def test_a_name_that_no_file_can_have_is_refused_before_a_byte_is_written(tmp_path: Path, name: str, why: str):
+    with pytest.raises(penstock.InvalidError, match=why):
+        penstock.save_file({"a": np.ones(3)}, f"{tmp_path}/{name}")
+    assert not list(tmp_path.iterdir())
+    penstock.save_file({"a": np.ones(3)}, tmp_path / ("n" * 255), fsync=False)

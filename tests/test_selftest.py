@@ -125,8 +125,16 @@ def test_four() -> None:
 """
 
 
+def stand_in(folder: Path) -> Path:
+    """A folder with a torch that has nothing: for runs that load nothing. The real one takes seconds to import."""
+    torch = folder / "stand_in" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").write_text("")
+    return torch.parent
+
+
 def changed(folder: Path, four: str) -> Path:
-    """A folder with the package, and other tests in the first part of its suite."""
+    """A folder with the package, other tests in the first part of its suite, and a stand-in for torch."""
     package = folder / "packages" / "penstock"
     package.mkdir(parents=True)
     for entry in PACKAGE.iterdir():
@@ -134,6 +142,7 @@ def changed(folder: Path, four: str) -> Path:
             (package / entry.name).symlink_to(entry)
     shutil.copytree(SUITE, package / "selftest", ignore=shutil.ignore_patterns("__pycache__"))
     (package / "selftest" / "test_facts.py").write_text(LOSING.format(four=four))
+    (package.parent / "torch").symlink_to(stand_in(folder) / "torch")
     return package.parent
 
 
@@ -287,8 +296,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for tool in ("gpu_kit.sh", "gpu_run.sh"):
         shutil.copy(ROOT / "tools" / tool, project / "tools")
     wheel(project / "dist")
-    # A pip that can fetch nothing
-    offline = {**ENVIRONMENT, "PIP_NO_INDEX": "1", "PYTHON": sys.executable}
+    # In place of a pip that can fetch nothing, which takes a second to say so of each wheel
+    nothing = project / "python"
+    nothing.write_text("#!/bin/sh\nexit 1\n")
+    nothing.chmod(0o755)
+    offline = {**ENVIRONMENT, "PYTHON": str(nothing)}
     done = subprocess.run(
         [project / "tools" / "gpu_kit.sh"], env=offline, capture_output=True, text=True, check=False, timeout=300
     )
@@ -303,12 +315,12 @@ def kit(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "project" / ".gpu", symlinks=True))
 
 
-def start(kit: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(kit: Path, out: Path) -> subprocess.CompletedProcess[str]:
     # Penstock is the one of the wheel, not that of the tree
     clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     return subprocess.run(
         ["bash", kit / "gpu_run.sh"],
-        env={**clean, "OUT": str(out), "PYTHON": sys.executable, **environment},
+        env={**clean, "OUT": str(out), "PYTHON": sys.executable},
         cwd=kit.parent,
         capture_output=True,
         text=True,
@@ -347,7 +359,7 @@ def test_a_kit_that_is_killed_leaves_what_it_found_and_no_process(
     wheel(kit / "wheels", {"penstock/selftest/test_facts.py": endless})
     clean = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     environment = {**clean, **pretended(), "OUT": str(out), "PYTHON": sys.executable, "TMPDIR": str(tmp_path)}
-    environment["PYTHONPATH"] = str(ROOT / "tests")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(stand_in(tmp_path))])
     command = ["bash", kit / "gpu_run.sh", "--parts", "facts", "--quick"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

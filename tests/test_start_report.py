@@ -153,16 +153,19 @@ def a_report(**more: Any) -> penstock.Report:
 
 def test_reports_add_up():
     assert summed([]) is None
-    assert summed([a_report(), a_report()]) == {
+    assert summed([a_report(exchange=None), a_report(exchange={"received_bytes": 14})]) == {
         "wanted_bytes": 200,
         "read_bytes": 220,
+        "received_bytes": 14,
         "gap_bytes": 20,
         "loads": 2,
         "copies": 6,
         "materialised_bytes": 8,
         "materialised": {"aten.cat.default": 4},
+        "given": [],
         "fallbacks": [],
     }
+    assert summed([a_report(given="mapped"), a_report(given="mapped")])["given"] == ["mapped"]
 
 
 def test_a_phase_without_time_has_a_reason(tmp_path: Path):
@@ -177,6 +180,16 @@ def test_a_phase_without_time_has_a_reason(tmp_path: Path):
     phases.seconds["download"] = 1.0
     explain(phases, SPECIFICATION, None)
     assert phases.document()["download"] == {"seconds": 1.0, "reason": None}
+
+
+def test_what_the_engine_copied_out_of_mapped_files_was_no_recording():
+    phases = Phases()
+    phases.seconds |= {"recording": 3.0, "reading": 1.0}
+    explain(phases, SPECIFICATION, summed([a_report(given="mapped")]))
+    found = phases.document()
+    assert found["reading"]["seconds"] == 4.0
+    assert found["recording"]["seconds"] is None
+    assert "copied out of mapped files" in found["recording"]["reason"]
 
 
 def test_what_the_engine_loaded_itself_was_no_recording():
@@ -281,6 +294,34 @@ time.sleep(1000)
         ranks(program)
     assert (caught.value.rank, caught.value.path, caught.value.kind) == (1, "/a/b", "Engine")
     assert "all of it" in str(caught.value.__cause__)
+
+
+HEARSAY = """
+error = {"type": "PeerError", "message": "rank 1 has failed", "path": None}
+if rank == 0:
+    say({"error": error, "phase": "reading"})
+    sys.exit(1)
+"""
+
+
+def test_a_rank_that_fails_because_another_did_is_not_named(ranks):
+    program = """
+if alone:
+    time.sleep(0.3)
+    say({"error": {"type": "OSError", "message": "no such luck", "path": "/a/b"}, "phase": "reading"})
+    sys.exit(1)
+time.sleep(1000)
+"""
+    with pytest.raises(EngineError, match=r"rank 1 failed in reading: OSError: no such luck") as caught:
+        ranks(HEARSAY + program)
+    assert (caught.value.rank, caught.value.path) == (1, "/a/b")
+
+
+def test_a_rank_that_fails_because_another_did_is_named_where_that_one_does_not_end(ranks):
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 0 failed in reading: PeerError: rank 1 has failed"):
+        ranks(HEARSAY + "time.sleep(1000)")
+    assert time.monotonic() - begun < LONG
 
 
 def test_a_rank_that_is_killed_is_named_with_its_last_words(ranks):

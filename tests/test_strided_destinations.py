@@ -195,14 +195,14 @@ print(json.dumps([right and untouched, report, peak], default=str))
 @pytest.mark.parametrize("parts", ["halves", "128 pieces"])
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_a_matrix_in_parts_is_one_load_with_exact_reads_and_no_temporary(
-    write: Callable[..., Path], python: Callable[..., CompletedProcess[str]], dtype: str, parts: str, turned: str
+    write: Callable[..., Path], torch_python: Callable[..., CompletedProcess[str]], dtype: str, parts: str, turned: str
 ) -> None:
     rows, columns = 4096, 8192
     path = write(Tensor("a", dtype, (rows, columns)))
     regions = [[(0, rows), (0, columns // 2)], [(0, rows), (columns // 2, columns)]]
     if parts == "128 pieces":
         regions = [[(at, at + 32), (0, columns)] for at in range(0, rows, 32)]
-    done = python(PROGRAM, path, json.dumps(regions), turned)
+    done = torch_python(PROGRAM, path, json.dumps(regions), turned)
     assert done.returncode == 0, done.stderr
     right, report, peak = json.loads(done.stdout)
     assert right

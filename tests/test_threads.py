@@ -21,6 +21,7 @@ THREADS = {
     "penstock-gpupin": "device/gpu.rs",
     "penstock-gpuwait": "device/gpu.rs",
     "penstock-keys": "store/remote/credentials.rs",
+    "penstock-lease": "load/leased.rs",
     "penstock-lookout": "peers/lookout.rs",
     "penstock-net": "store/remote/source.rs",
     "penstock-peers": "peers/exchange.rs",
