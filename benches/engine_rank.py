@@ -73,7 +73,7 @@ def main(order: Order, pipe: Connection) -> None:
 def _load(order: Order, pipe: Connection) -> None:
     os.environ.update(order.environment)
     arguments = {"model": str(order.folder), "tensor_parallel_size": order.size, "use_tqdm_on_load": False}
-    config = configured({**arguments, **order.arguments}, order.load_format)
+    config = configured({**arguments, **order.arguments}, order.load_format, "auto")
     joined(config, order.size, order.rank, order.meeting)
     if order.on_cpu:
         _fastsafetensors_on_cpu()
@@ -155,6 +155,8 @@ def _told(report: penstock.Report) -> dict[str, Any]:
         "cache",
         "cache_reason",
         "fallbacks",
+        "given",
+        "given_reason",
     )
     return {key: report[key] for key in keys if key in report}
 

@@ -93,6 +93,8 @@ CONTESTANTS = {
     "fastsafetensors": Contestant("fastsafetensors"),
     "fastsafetensors, its device set to cpu": Contestant("fastsafetensors", on_cpu=True),
     "runai_streamer": Contestant("runai_streamer"),
+    "penstock, recorded": _options("penstock", mapped="off"),
+    "penstock, mapped": _options("penstock", mapped="on"),
     "penstock keep": _options("penstock", cache="keep"),
     "penstock bypass": _options("penstock", cache="bypass"),
     "penstock bypass, exchange off": _options("penstock", exchange="off", cache="bypass"),
