@@ -38,6 +38,8 @@ LATENCIES = (0.0, 1.0, 5.0)
 #: Name: tensors and their shape, as F32.
 FILES = {"1000 of 4 KiB": (1000, (32, 32)), "200 of 64 KiB": (200, (128, 128)), "32 of 1 MiB": (32, (512, 512))}
 LOCAL = "local, in the page cache"
+#: What a loop may take, in times of safetensors: 1.2 elsewhere.
+BOUNDS = {LOCAL: 2.0}
 
 
 def touch(tensor: torch.Tensor) -> int:
@@ -202,17 +204,47 @@ def near(folder: Path, rounds: int) -> list[dict[str, Any]]:
     return [beside(work.__name__, LOCAL, ways(str(path), work), rounds) for work in NEAR]
 
 
+def over(rows: list[dict[str, Any]]) -> list[str]:
+    """What takes longer than its bound."""
+    return [
+        f"{row['place']}: {row['row']}, {way} {ratio:.2f} x"
+        for row in rows
+        for way, ratio in row["ratios"].items()
+        if ratio > BOUNDS.get(row["place"], 1.2)
+    ]
+
+
+def show(document: dict[str, Any]) -> None:
+    """A document of `--json` as Markdown: of the loops of each place the middle ratio, the least and the most."""
+    print(document["machine"])
+    print("\n| where | loops | Penstock / safetensors | under `patch()` | most | bound |\n" + "|---" * 6 + "|")
+    for place in dict.fromkeys(row["place"] for row in document["rows"]):
+        rows = [row for row in document["rows"] if row["place"] == place]
+        cells = []
+        for way in ("penstock", "patched"):
+            ratios = [row["ratios"][way] for row in rows if way in row["ratios"]]
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        most = max(rows, key=lambda row: max(row["ratios"].values()))
+        print(f"| {place} | {len(rows)} | {' | '.join(cells)} | {most['row']} | {BOUNDS.get(place, 1.2)} |")
+    print("\nover their bound:", *(over(document["rows"]) or ["none"]), sep="\n  ")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--only", choices=("network", "local"), help="default: both")
     parser.add_argument("--json", metavar="FILE", help="the times of all rounds")
+    parser.add_argument("--tables", metavar="FILE", help="print a file of --json, and measure nothing")
     options = parser.parse_args()
+    if options.tables:
+        show(json.loads(Path(options.tables).read_text()))
+        return
     torch.set_num_threads(1)
-    print(
+    machine = (
         f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}, load {os.getloadavg()[0]:.1f},"
         f" torch {torch.__version__}, safetensors {safetensors.__version__}, penstock {penstock.__version__}"
     )
+    print(machine)
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         if options.only != "local":
@@ -223,17 +255,11 @@ def main() -> None:
                 print(f"{why}: the network file system is left out")
         if options.only != "network":
             found += near(Path(folder), options.rounds)
-    limits = {LOCAL: 2.0}
-    over = [
-        f"{row['place']}: {row['row']}, {way} {ratio:.2f} x"
-        for row in found
-        for way, ratio in row["ratios"].items()
-        if ratio > limits.get(row["place"], 1.2)
-    ]
-    print("\nmore than 1.2 x safetensors, or 2 x in the page cache:", *(over or ["none"]), sep="\n  ")
+    document = {"machine": machine, "rounds": options.rounds, "rows": found}
+    show(document)
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(found, indent=1))
+        Path(options.json).write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

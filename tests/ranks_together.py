@@ -297,8 +297,10 @@ class Ranks:
             marks = [self.folder / f"{name}.{rank}", self.folder / f"failed.{rank}"]
             until(lambda marks=marks: any(mark.exists() for mark in marks))  # type: ignore[misc]
 
-    def release(self, name: str = "held") -> None:
-        (self.folder / f"{name}.go").write_text("")
+    def release(self, name: str = "held", text: str = "") -> None:
+        new = self.folder / f"{name}.go.new"
+        new.write_text(text)
+        new.rename(self.folder / f"{name}.go")  # a rank that waits for it reads it whole
 
     def said(self, rank: int) -> dict[str, Any]:
         """What a rank's program has left in `said`."""

@@ -12,7 +12,7 @@ import io
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -28,9 +28,10 @@ DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/engines.md", "docs/guides.
 def program(name: str) -> ModuleType:
     """A program of `benches`."""
     path = TOP / "benches" / f"{name}.py"
-    specification = importlib.util.spec_from_file_location(name, path)
+    specification = importlib.util.spec_from_file_location(f"benches_{name}", path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look there
     sys.path.insert(0, str(path.parent))
     try:
         specification.loader.exec_module(module)
@@ -47,12 +48,18 @@ def check_summary(table: Table) -> None:
     assert [f"| {' | '.join(row)} |" for row in table.rows] == made[2:]
 
 
-def check_copied(table: Table) -> None:
-    """What `benches/copied.py --tables` prints."""
+def shown(benchmark: str, result: str) -> list[str]:
+    """What a program of `benches` prints of a kept result with `--tables`."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        program("copied").show(kept("two-core-vm-copied"))
+        program(benchmark).show(kept(result))
+    return out.getvalue().splitlines()
+
+
+def check_shown(table: Table, benchmark: str, results: Sequence[str]) -> None:
+    """What `benches/NAME.py --tables` prints."""
+    lines = [line for result in results for line in shown(benchmark, result)]
     for row in table.rows:
-        assert f"| {' | '.join(row)} |" in out.getvalue(), f"{table.place}: {row[0]}"
+        assert f"| {' | '.join(row)} |" in lines, f"{table.place}: {row[0]}"
 
 
 def check_processor(table: Table) -> None:
@@ -204,7 +211,15 @@ def check_drives(table: Table) -> None:
 CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
     ("Penstock", "Penstock"): check_summary,
     ("Cold loads, to the last byte touched", "Penstock"): check_summary,
-    ("Copied loads of GPT-2", "seconds"): check_copied,
+    ("Copied loads of GPT-2 and dense", "seconds"): partial(
+        check_shown, benchmark="copied", results=["two-core-vm-copied"]
+    ),
+    ("Tensors one at a time, beside safetensors", "loops"): partial(
+        check_shown, benchmark="one_by_one", results=["two-core-vm-one-by-one"]
+    ),
+    ("vLLM's loaders, files in the page cache", "seconds"): partial(
+        check_shown, benchmark="engines", results=["two-core-vm-engines", "two-core-vm-engines-one-rank"]
+    ),
     ("MiniLM, 91 MB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="minilm"),
     ("GPT-2, 548 MB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="gpt2"),
     ("dense, 2.95 GB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="dense"),
@@ -305,6 +320,12 @@ def test_figures_in_the_text_beside_tables_are_kept_too():
     keys = ("median_s", "min_s", "max_s")
     kept_ones = [*(ours[key] for key in keys), *(loop[key] for key in keys), ours["cpu_s_per_gb"], loop["cpu_s_per_gb"]]
     assert all(fits(told, value) for told, value in zip(tls.groups(), kept_ones, strict=True))
+
+
+def test_what_is_said_of_copied_loads_is_what_was_printed():
+    text = (TOP / "docs/benchmarks.md").read_text().partition("### Copied loads of GPT-2 and dense")[2]
+    told = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert told == [line for line in shown("copied", "two-core-vm-copied") if line.startswith("- ")]
 
 
 def test_three_checkpoints_from_a_bucket_follow_from_the_table_of_what_is_read():

@@ -343,6 +343,24 @@ def test_what_is_touched_is_watched_where_tensors_are_deferred(path: Path, when:
     assert bool(report["given_reason"]) == (when in ("auto", "off"))
 
 
+@pytest.mark.parametrize(("processors", "given"), [({0}, "mapped"), ({0, 1}, "deferred")])
+def test_ranks_that_have_every_processor_copy_themselves(
+    path: Path, monkeypatch: pytest.MonkeyPatch, processors: set[int], given: str
+):
+    """No pool of a load is quicker then, however long the copies take."""
+    monkeypatch.setattr(_mapped, "COPYING", 1.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: processors)
+    loads = Loads(torch.device("cpu"), None)
+    loads.mapped = "auto"
+    loads.group = (torch.distributed.HashStore(), 0, 1)
+    with loads.barrier():
+        for _, tensor in loads.begun(loads.weights(Chosen([str(path)]), None, lambda: None)):
+            torch.empty_like(tensor).copy_(tensor)
+        [report] = loads.run(torch.nn.Module())
+    loads.settle()
+    assert report["given"] == given
+
+
 PROGRAM = """
 import os, time
 from penstock.integrations._engine import Chosen, Loads
@@ -710,7 +728,7 @@ def test_ranks_compare_a_place_that_is_read_behind_a_mapped_one(
     loads = Loads(torch.device("cpu"), None)
     loads.mapped = "on"
     assert len(list(loads.weights(Chosen([str(path)]), None, lambda: None))) == len(NAMES)
-    loads.group = object()
+    loads.group = (torch.distributed.HashStore(), 0, 1)
     monkeypatch.setattr(Loads, "mapping", lambda *arguments: None)
     rest = loads.weights(Chosen([str(second)]), None, lambda: None)
     assert [list(files) for files in compared] == [[str(second)]]

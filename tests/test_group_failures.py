@@ -100,7 +100,7 @@ said["fault"] = load((Watched(store), rank, size), options, progress, through)
 said["left"] = [before, traces()]
 if rank != which:
     left = [r for r in range(size) if r != which]
-    again = dist.TCPStore("127.0.0.1", int(wait_for(f"{folder}/again")), None, False, timedelta(seconds=60))
+    again = dist.TCPStore("127.0.0.1", int(wait_for(f"{folder}/again.go")), None, False, timedelta(seconds=60))
     said["again"] = load((again, left.index(rank), len(left)), options)
 """
 )
@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_in_time_and_leaves_nothing(
     stage, moment, which, fault = point
     given = {"stage": stage, "moment": moment, "which": which, "fault": int(fault), "silence": SILENCE, "join": JOIN}
     with together(FAULT, SIZE, model, slow=slow, **given) as ranks:
-        (ranks.folder / "again").write_text(str(another_store.port))
+        ranks.release("again", str(another_store.port))
         others = [rank for rank in range(SIZE) if rank != which]
         until((ranks.folder / "fired").exists)
         fired = float((ranks.folder / "fired").read_text())
@@ -182,7 +182,7 @@ def test_a_rank_that_hosts_the_store_is_like_any_other(
     stage, moment, fault = point
     given = {"stage": stage, "moment": moment, "which": 0, "fault": int(fault), "silence": SILENCE, "join": JOIN}
     with together(FAULT, SIZE, model, hosted_by=0, slow=slow, **given) as ranks:
-        (ranks.folder / "again").write_text(str(another_store.port))
+        ranks.release("again", str(another_store.port))
         until((ranks.folder / "fired").exists)
         fired = float((ranks.folder / "fired").read_text())
         for rank in range(1, SIZE):
@@ -219,7 +219,7 @@ else:
         if rank == 0 and 0 < done < total and not os.path.exists(f"{folder}/ready.go"):
             hold("ready")
     said["fault"] = load(group, {**options, "cache": "bypass", "depth": 1, "threads": 1}, progress, through)
-again = dist.TCPStore("127.0.0.1", int(wait_for(f"{folder}/again")), None, False, timedelta(seconds=60))
+again = dist.TCPStore("127.0.0.1", int(wait_for(f"{folder}/again.go")), None, False, timedelta(seconds=60))
 said["again"] = load((again, rank, size), options)
 """
 )
@@ -242,7 +242,7 @@ def test_a_store_whose_host_is_gone_is_a_peer_error_and_a_load_that_has_begun_go
             until(lambda: state(ranks.hosts[0]) == "T")
         fired = time.time()
         ranks.release("ready")
-        (ranks.folder / "again").write_text(str(another_store.port))
+        ranks.release("again", str(another_store.port))
         for rank in range(SIZE):
             said = ranks.said(rank)
             told = said["fault"]

@@ -236,12 +236,13 @@ def test_a_job_that_is_dropped_ends(slow):
     checkpoint = penstock.open(slow)
     with Unchanged():
         for _ in range(5):
+            before = ordeal.tasks()
             job = checkpoint.start(framework="np", options=SLOW)
             began = time.monotonic()
             del job
             gc.collect()
             assert time.monotonic() - began < 1.0
-            soon(lambda: not ordeal.threads())
+            soon(lambda before=before: not ordeal.threads() and ordeal.tasks() <= before)
 
 
 def test_an_exception_in_a_progress_callback(slow):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
@@ -23,7 +24,7 @@ from .._errors import (
     StalledError,
     UnsupportedError,
 )
-from .._group import Gathering, confirm
+from .._group import Gathering, confirm, place_in
 from .._group_stream import compare, corner, leave
 from .._joined import joined
 from .._options import make_options
@@ -258,7 +259,7 @@ class Loads:
         """
         try:
             checkpoint, kept = chosen.opened(keep)
-            if not self.recorders and (mapped := self.mapping(chosen, checkpoint, kept)) is not None:
+            if not self.recorders and (mapped := self.mapping(chosen, checkpoint, kept, self._crowded())) is not None:
                 return mapped.weights()
             recorder = Recorder(checkpoint, kept, self._device, self.options)
             recorder.check()
@@ -277,6 +278,10 @@ class Loads:
         for one in self.recorders:
             one.expect(self.group if len(self.recorders) == 1 else None)
         return self._marked(recorder)
+
+    def _crowded(self) -> bool:
+        """Whether the ranks have every processor: no copies of a load are quicker then than the engine's own."""
+        return self.group is not None and place_in(self.group)[1] >= len(os.sched_getaffinity(0))
 
     def mapping(
         self, chosen: Chosen, checkpoint: Checkpoint, keep: Callable[[str], bool] | None, always: bool = False

@@ -246,6 +246,8 @@ class Pretended(Gpu):
 
         self._fakegpu = fakegpu
         self._patch = pytest.MonkeyPatch()
+        # What reused memory costs: thousands of parameters would be busy for longer than stall_timeout
+        self._patch.setattr(fakegpu, "BUSY_MICROSECONDS", 200)
         self._all: Any = fakegpu.fresh()
         self._fake = self._all.__enter__()
         self._fake.configure(checksum=0, poison=0)  # what is tried here is the suite, not the core
