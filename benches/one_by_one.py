@@ -205,7 +205,7 @@ def near(folder: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def over(rows: list[dict[str, Any]]) -> list[str]:
-    """What takes longer than its bound."""
+    """The loops that take longer than their bounds allow: where, which, how, and the ratio."""
     return [
         f"{row['place']}: {row['row']}, {way} {ratio:.2f} x"
         for row in rows

@@ -206,6 +206,18 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
+def shard(write: Callable[..., Path]) -> Path:
+    """A file of 300 kB: larger than what is asked for when it is opened."""
+    return write(Tensor("a", "F32", (250, 300)), Tensor("b", "U8", (77,)))
+
+
+@pytest.fixture
+def tiny(write: Callable[..., Path]) -> Path:
+    """A file that comes whole when it is opened."""
+    return write(Tensor("a", "F32", (5, 7)), name="tiny.safetensors")
+
+
+@pytest.fixture
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a program in a Python of its own: python(code, *arguments, **environment)."""
 

@@ -18,17 +18,6 @@ from penstock.synthetic.synth import Tensor
 from raw_server import Asked, part, raw_server
 
 
-@pytest.fixture
-def shard(write: Callable[..., Path]) -> Path:
-    """A file of 300 kB: larger than what is asked for when it is opened."""
-    return write(Tensor("a", "F32", (250, 300)), Tensor("b", "U8", (77,)))
-
-
-@pytest.fixture
-def tiny(write: Callable[..., Path]) -> Path:
-    return write(Tensor("a", "F32", (5, 7)), name="tiny.safetensors")
-
-
 def loads(file: Path, answer: Callable[[Asked, bytes], bytes]) -> int:
     """Has the file come right. How many requests that took."""
     content = file.read_bytes()

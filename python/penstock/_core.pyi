@@ -447,10 +447,10 @@ class Leased:
         """How many views are alive."""
     @property
     def full(self) -> bool:
-        """Whether `hand` has refused a view because ``most_alive`` bytes were alive."""
+        """Whether `hand` has refused a view because views of ``most_alive`` bytes were alive."""
     @property
     def over(self) -> bool:
-        """Whether the leases have been given back."""
+        """Whether this process holds no lease any more. A forked child holds none."""
 
 @final
 class Load:

@@ -23,8 +23,8 @@ LOOK = 0.05
 
 
 KEPT = 0.02
-"""Seconds for which a thread waits for the next work. To start one takes 180 to 310 us, to wake one 29: a load asks 60
-times."""
+"""Seconds for which a thread waits for the next work. A load asks 60 times. A start takes 180 to 310 us, to wake one
+29."""
 
 
 class _Asker(threading.Thread):

@@ -36,30 +36,13 @@ import penstock
 import pytest
 from conftest import LAYOUT, Oracle
 from penstock import _core
-from penstock.synthetic.synth import Tensor
 from raw_server import Asked, part, raw_server
 from s3_server import KEYS, Bucket, error, serving
+from test_answers import loads
 from test_listings import OldS3, Resigned, storage_of
 from test_s3 import nothing_in_the_environment  # noqa: F401
 
 KEY, SECRET = next(iter(KEYS.items()))
-
-
-@pytest.fixture
-def shard(write: Callable[..., Path]) -> Path:
-    """A file of 300 kB: larger than what is asked for when it is opened."""
-    return write(Tensor("a", "F32", (250, 300)), Tensor("b", "U8", (77,)))
-
-
-@pytest.fixture
-def tiny(write: Callable[..., Path]) -> Path:
-    return write(Tensor("a", "F32", (5, 7)), name="tiny.safetensors")
-
-
-def loads(file: Path, answer: Callable[[Asked, bytes], bytes]) -> None:
-    content = file.read_bytes()
-    with raw_server(lambda asked: answer(asked, content)) as served:
-        Oracle(file).same(penstock.open(f"{served.url}/x.safetensors").load(framework="np"))
 
 
 # Content-Encoding

@@ -186,7 +186,7 @@ impl Alive {
         self.nbytes.load(Ordering::Relaxed)
     }
 
-    /// What is notified when there is no view any more, and by others who have news for the same thread.
+    /// Wakes the thread that waits for the last view to go. Whoever else has news for that thread wakes it too.
     pub(crate) fn none(&self) -> &Wake {
         &self.none
     }
@@ -385,8 +385,8 @@ fn copy_own(from: u64, to: *mut u8, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Whether a program has written to a page of a private mapping, so that the page is no longer the file's. True as well where
-/// the kernel does not say.
+/// Whether a program has written to a page of a private mapping: such a page no longer shows the file. Also true if the
+/// kernel does not say.
 fn may_be_written(pagemap: Option<&std::fs::File>, span: &Range<u64>) -> bool {
     use std::os::unix::fs::FileExt;
     /// Bits of an entry (Documentation/admin-guide/mm/pagemap.rst).

@@ -51,9 +51,9 @@ struct Standing {
     handing: u32,
     /// Nothing more is handed out.
     over: bool,
-    /// A view was refused because `most_alive` bytes were alive.
+    /// A view was refused because views of `most_alive` bytes were alive.
     full: bool,
-    /// What is alive is to become private.
+    /// The views that are alive are to become private memory.
     settling: bool,
     /// When the last page became private.
     moved: Option<Instant>,
@@ -189,7 +189,7 @@ impl Leased {
         Ok(Some(Handing(shared.clone())))
     }
 
-    /// Whether [`enter`](Self::enter) has refused a view because `most_alive` bytes were alive.
+    /// Whether [`enter`](Self::enter) has refused a view because views of `most_alive` bytes were alive.
     pub fn is_full(&self) -> bool {
         self.0.process == std::process::id() && lock(&self.0.state).full
     }
@@ -210,7 +210,7 @@ impl Leased {
         }
     }
 
-    /// Whether the leases have been given back.
+    /// Whether this process holds no lease any more. A forked child holds none.
     pub fn is_over(&self) -> bool {
         self.0.process != std::process::id() || lock(&self.0.state).ended.is_some()
     }

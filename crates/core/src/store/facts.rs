@@ -55,8 +55,8 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Whether every program that opens the file to write asks for its lease. On an overlay, one that writes to the layer below
-    /// does not.
+    /// Whether a lease makes every program wait that opens the file to write. On an overlay it does not: a program may write
+    /// to the file of the layer below.
     pub(crate) fn leases_see_all_writers(&self) -> bool {
         self.fs != "overlay"
     }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// `F_SETOWN_EX` and `F_GETOWN_EX` (include/uapi/asm-generic/fcntl.h), on every architecture that matters here.
 const F_SETOWN_EX: i32 = 15;
 const F_GETOWN_EX: i32 = 16;
-/// Of so many descriptors that a process may have, one may be a lease.
+/// Leases may take one in this many of the descriptors that the process may have.
 const PART: u64 = 8;
 /// The owner is one thread.
 const F_OWNER_TID: i32 = 0;
