@@ -43,7 +43,7 @@ NURSERY = r"""
 import ctypes, fcntl, gc, json, linecache, os, select, signal, socket, struct, sys, threading, time, traceback
 from datetime import timedelta
 import torch, torch.distributed as dist
-import penstock, penstock._group_stream, penstock._group_watch, penstock._into, penstock._torch
+import penstock, penstock._group_stream, penstock._into, penstock._torch
 import encodings.idna, safetensors.torch
 from safetensors import safe_open
 try:

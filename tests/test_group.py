@@ -268,6 +268,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("which", "exchange"), [(0, "on"), (2, "on"), (2, "auto")])
 def test_a_rank_that_fails_in_the_middle_is_named_by_all_others_and_they_load_again(

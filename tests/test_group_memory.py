@@ -142,6 +142,7 @@ def loaded_while_one_is_late(
     return said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cache", ["keep", "bypass"])
 @pytest.mark.parametrize("layout", ["tensor parallel", "replicas"])
 @pytest.mark.parametrize("size", [2, 4])
@@ -152,6 +153,7 @@ def test_a_load_takes_its_tensors_and_staging_however_late_another_rank_is(
         assert one["nbytes"] <= one["peak"] <= one["nbytes"] + STAGING + ROOM, one
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_no_row_of_narrow_columns_takes_memory_while_it_waits_to_be_sent(
     together: Callable[..., Ranks], narrow: Path, size: int

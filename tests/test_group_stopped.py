@@ -74,6 +74,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [1 << 20, 4 << 20])
 @pytest.mark.parametrize(("at", "how", "slow"), POINTS)
 def test_a_rank_that_is_stopped_between_two_windows_is_named_in_time(

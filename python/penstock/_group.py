@@ -11,7 +11,6 @@ import json
 import math
 import os
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +28,15 @@ from ._request import Agreement
 from ._selection import Selection
 
 #: What ranks of different versions must not do together.
-_PROTOCOL = 4
-#: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal.
-_LOOK = (0.0002, 0.1)
+_PROTOCOL = 5
+#: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal, and those of
+#: torch write two warnings to the log whenever a limit passes.
+_LOOK = (0.0005, 0.1)
 #: What the looks may cost: a pause is this part of the time that was waited already, or more.
-_PART = 0.05
+_PART = 0.1
+#: Seconds between two questions whether a rank has failed. Those that wait on a processor beside ranks that still copy
+#: hold them up (docs/performance-notes.md, 27 November).
+_NEWS = 0.02
 #: Names that an error lists.
 _SHOWN = 8
 
@@ -85,7 +88,10 @@ class _Entry(NamedTuple):
     port: int
     #: The port at which it says that it is there.
     pulse: int
+    #: 16 random bytes, as hexadecimal digits: those of rank 0 name the load.
     token: str
+    #: What tells others whether they have its key, and nothing else; "" if it has none.
+    mark: str
     checkpoint: str
     #: What tells the versions of its files apart; those of two machines differ.
     identity: str
@@ -306,17 +312,18 @@ class Gathering:
         deadline = time.monotonic() + options.join_timeout
         wants = zlib.compress(_core.pack_wants(core, selection.wants, selection.regions), 1)
         wanted = hashlib.sha256(wants).hexdigest()[:32]
-        address = _address(store)
-        seat = self._seat = _core.Seat(address)
+        address, token = _address(store, options), os.urandom(16)
+        known = _pass(self._rank, token, options)
+        seat = self._seat = _core.Seat(address, options, known)
         alone = _rather_alone(selection, options, device)
         waits = options.exchange != "off" and alone != _ON_GPU
         if waits and not store.check([self._prefix + wanted]):
             store.set(self._prefix + wanted, wants)
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
-        token = os.urandom(16).hex() if self._rank == 0 else ""
         mine = _Entry(
-            _PROTOCOL, _host(), address, seat.port, seat.pulse, token, f"{core.fingerprint():016x}", _identity(core),
-            described, order, wanted, options.peer_timeout, options.exchange, alone, _machine(), options.scope,
+            _PROTOCOL, _host(), address, seat.port, seat.pulse, token.hex(), known.mark(), f"{core.fingerprint():016x}",
+            _identity(core), described, order, wanted, options.peer_timeout, options.exchange, alone, _machine(),
+            options.scope,
         )  # fmt: skip
         store.set(self._key(self._rank), json.dumps(mine))
         left, this = left_in(store.store, self._rank), (self._prefix, wanted if waits else None)
@@ -333,11 +340,12 @@ class Gathering:
         for one in before:  # all ranks have come to this load, so those are over
             left.remove(one)
             self._forget(*one)
+        _compare_keys(entries, self._rank, known)
         _compare(entries)
         auto, within = options.exchange == "auto", options.scope == "node"
         unreachable = _unreachable(entries)
         if not unreachable:
-            seat.watch([(entry.address, entry.pulse) for entry in entries], max(entry.silence for entry in entries))
+            seat.watch(_pulses(entries), max(entry.silence for entry in entries))
             self._watches = True
         # Exchange or not: ranks load one version, or none
         if not self._compared and len({entry.identity for entry in entries}) > 1:
@@ -366,7 +374,7 @@ class Gathering:
         shares = _core.Shares(core, packed, of_rank, options.exchange == "auto")
         addresses = [(entry.address, entry.port) if rank in members else None for rank, entry in enumerate(entries)]
         seconds = max(1.0, deadline - time.monotonic())
-        mesh = seat.join(self._rank, addresses, bytes.fromhex(entries[0].token), seconds, self._go_on_meeting)
+        mesh = seat.join(addresses, bytes.fromhex(entries[0].token), seconds, self._go_on_meeting)
         try:
             self._over = True
             if not within:
@@ -402,8 +410,8 @@ class Gathering:
             return against
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         entry = _Entry(
-            _PROTOCOL, _host(), "", 0, 0, "", f"{core.fingerprint():016x}", _identity(core), described, "voted on", "",
-            options.peer_timeout, options.exchange, against, _machine(), options.scope,
+            _PROTOCOL, _host(), "", 0, 0, "", "", f"{core.fingerprint():016x}", _identity(core), described, "voted on",
+            "", options.peer_timeout, options.exchange, against, _machine(), options.scope,
         )  # fmt: skip
         deadline = time.monotonic() + options.join_timeout
         self._store.set(self._key(self._rank), json.dumps(entry))
@@ -452,9 +460,12 @@ class Gathering:
         self._awaited = what
         keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
         begun = time.monotonic()
+        heard = -math.inf
         while not self._store.check(keys):
-            self._go_on()
             waited = time.monotonic() - begun
+            if waited - heard >= _NEWS:
+                self._go_on()
+                heard = waited
             time.sleep(min(max(waited * _PART, _LOOK[0]), _LOOK[1]))
             if waited >= _LOOK[1]:
                 self._look(keys)
@@ -548,6 +559,38 @@ def _machine() -> str:
         return _host()
 
 
+def _pass(rank: int, token: bytes, options: Options) -> _core.Pass:
+    """What this rank shows the others. Its key may be in a file, and a file system may hang."""
+    from ._patience import patiently
+
+    file = os.environ.get("PENSTOCK_PEER_KEY_FILE")
+    if file is None:
+        return _core.Pass(rank, token)
+    return patiently(lambda: _core.Pass(rank, token), options.stall_timeout, file)
+
+
+def _pulses(entries: Sequence[_Entry]) -> list[tuple[str, int, bytes]]:
+    """Where ranks say that they are there, and by which bytes they are known."""
+    return [(entry.address, entry.pulse, bytes.fromhex(entry.token)) for entry in entries]
+
+
+def _compare_keys(entries: Sequence[_Entry], rank: int, known: _core.Pass) -> None:
+    """Raises PlanMismatchError if ranks have different keys, or only some of them have one. It names the fewer."""
+    alike = [known.matches(other, bytes.fromhex(entry.token), entry.mark) for other, entry in enumerate(entries)]
+    if all(alike):
+        return
+    # A rank sees who has its own key, and not whether the others have one key
+    odd = [other for other, same in enumerate(alike) if same == (2 * sum(alike) < len(alike))]
+    ranks = ", ".join(f"{other} ({entries[other].host})" for other in odd[:_SHOWN])
+    keyless = [other for other, entry in enumerate(entries) if not entry.mark]
+    if keyless and len(keyless) < len(entries):
+        without = ", ".join(map(str, keyless[:_SHOWN])) + ", ..." * (len(keyless) > _SHOWN)
+        why = f"PENSTOCK_PEER_KEY differs: rank {without} has none, and the others have one"
+    else:
+        why = f"PENSTOCK_PEER_KEY differs: rank {ranks} has another one than the others, as rank {rank} sees it"
+    raise PlanMismatchError(f"{why}; nothing was read. Give all ranks the same key, or none", ranks=odd)
+
+
 def _compare(entries: Sequence[_Entry]) -> None:
     """Raises PlanMismatchError if ranks mean different things: it names those that differ from most."""
     differences: list[tuple[str, Callable[[_Entry], object]]] = [
@@ -576,7 +619,7 @@ def _unreachable(entries: Sequence[_Entry]) -> str:
             if ipaddress.ip_address(entry.address).is_loopback:
                 return (
                     f"rank {rank} ({entry.host}) is reached at {entry.address} only, and others are on other "
-                    "hosts: set GLOO_SOCKET_IFNAME to the interface that they reach"
+                    "hosts: set GLOO_SOCKET_IFNAME to the interface that they reach, or give its address as bind="
                 )
     return ""
 
@@ -618,12 +661,14 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _address(store: Rendezvous) -> str:
-    """The address at which other ranks reach this one.
+def _address(store: Rendezvous, options: Options) -> str:
+    """The address at which this rank listens, and at which the others reach it.
 
-    That of the interface in GLOO_SOCKET_IFNAME; else that from which the store's server is reached; else, where the
-    store has no server, that of this host's name.
+    That of ``bind=``; else that of the interface in GLOO_SOCKET_IFNAME; else that from which the store's server is
+    reached; else, where the store has no server, that of this host's name.
     """
+    if options.bind:
+        return str(_core.bound(options.bind))
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if name:
         return _address_of(name)
@@ -645,12 +690,7 @@ def _address(store: Rendezvous) -> str:
 
 
 def _address_of(interface: str) -> str:
-    import fcntl
-
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            raise InvalidError(f"GLOO_SOCKET_IFNAME={interface!r}: this interface has no address: {error}") from error
-    return socket.inet_ntoa(found[20:24])
+    try:
+        return str(_core.bound(interface))
+    except InvalidError as error:
+        raise InvalidError(f"GLOO_SOCKET_IFNAME={interface!r}: {error.message}") from error

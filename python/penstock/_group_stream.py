@@ -17,12 +17,25 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from . import _core, _load
+from . import _core, _load, _running
 from ._core import Options
 from ._errors import CancelledError, PeerError, PenstockError, UnsupportedError, raise_if_forked
 from ._framework import Adapter
-from ._group import _PROTOCOL, Gathering, Member, _address, _compare, _Entry, _host, _identity, left_in, member_of
-from ._group_watch import Watch
+from ._group import (
+    _PROTOCOL,
+    Gathering,
+    Member,
+    _address,
+    _compare,
+    _compare_keys,
+    _Entry,
+    _host,
+    _identity,
+    _pass,
+    _pulses,
+    left_in,
+    member_of,
+)
 from ._job import Job
 from ._progress import INTERVAL, Meter, Progress
 from ._rendezvous import Rendezvous, Store
@@ -115,7 +128,7 @@ def say(member: Member, error: BaseException) -> None:
 class _Settling(Gathering):
     """What ranks agree on before the first of several loads."""
 
-    watch: Watch | None = None
+    watch: _core.Standing | None = None
     """Connections to the others, and ``hosts`` theirs, once all have come."""
     lookout: _core.Lookout | None = None
     """What tells whether one of them was stopped."""
@@ -141,27 +154,31 @@ class _Settling(Gathering):
         ``means``: their checkpoint and its identity; what they do, in words and as compared; a number with bits.
         """
         deadline = time.monotonic() + options.join_timeout
-        address = _address(self._store)
-        token = os.urandom(16).hex() if self._rank == 0 else ""
-        self.watch, self.lookout = Watch(address), _core.Lookout(address)
+        _running.watches(self, f"rank {self._rank} of {self._size} ranks that load together, which watches the others")
+        address, token = _address(self._store, options), os.urandom(16)
+        known = _pass(self._rank, token, options)
+        self.watch = _core.Standing(address, options, known)
+        self.lookout = _core.Lookout(address, options, known)
         checkpoint, identity, described, order, wants = means
         entry = _Entry(
-            _PROTOCOL, _host(), address, self.watch.port, self.lookout.pulse, token, checkpoint, identity, described,
-            order, wants, options.peer_timeout, options.exchange, "", "", options.scope,
+            _PROTOCOL, _host(), address, self.watch.port, self.lookout.pulse, token.hex(), known.mark(), checkpoint,
+            identity, described, order, wants, options.peer_timeout, options.exchange, "", "", options.scope,
         )  # fmt: skip
         self._store.set(self._key(self._rank), json.dumps(entry))
         left_in(self._store.store, self._rank).append((self._prefix, None))  # the first load deletes it
         entries = self._entries(deadline)
+        _compare_keys(entries, self._rank, known)
         _compare(entries)
         self.hosts = [entry.host for entry in entries]
         # From here on a rank that is stopped is noticed
         silence = max(entry.silence for entry in entries)
-        self.lookout.watch(self._rank, [(entry.address, entry.pulse) for entry in entries], silence)
+        self.lookout.watch(_pulses(entries), silence)
         self._companies = (*self._companies, self)
         if core is not None and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         addresses = [(entry.address, entry.port) for entry in entries]
-        self.watch.join(self._rank, addresses, bytes.fromhex(entries[0].token), deadline, self._go_on)
+        named, seconds = bytes.fromhex(entries[0].token), max(1.0, deadline - time.monotonic())
+        self.watch.join(addresses, _pulses(entries), named, seconds, silence, self._go_on)
         self._over = True
         found = 0
         for entry in entries:
@@ -170,7 +187,7 @@ class _Settling(Gathering):
 
     def closed(self) -> dict[int, int | None]:
         """Ranks that have closed their connections, and for which rank each of them has given up."""
-        return self.watch.closed() if self.watch is not None else {}
+        return dict(self.watch.closed()) if self.watch is not None else {}
 
     def stopped(self) -> PeerError | None:
         """The error for a rank that was stopped."""
@@ -217,6 +234,7 @@ class _Settling(Gathering):
         if self.lookout is not None:
             self.lookout.close()
             self.lookout = None
+        _running.watches_no_more(self)
 
     def clean(self, lost: int | None = None) -> None:
         """Closes the connections, and deletes what only this rank has used in the store. Idempotent.
@@ -355,7 +373,8 @@ def _start(plan: _Plan, window: _Window) -> Job | Exception:
     try:
         with _Meeting(plan.together, plan.member) as together:
             part = plan.request.selection.part(window.wants)
-            return Job(plan.request._replace(selection=part, group=together), plan.adapter(part))
+            request = plan.request._replace(selection=part, group=together, seen=plan.request.seen.part())
+            return Job(request, plan.adapter(part))
     except Exception as error:
         return plan.together.blamed(error)
 
@@ -382,7 +401,7 @@ def _steps(plan: _Plan) -> Generator[tuple[str, Any], None, None]:
     told = False  # the others know, or need not know, that this rank goes on no more
     lost: int | None = None
     try:
-        with Meter(plan.progress, "load") as meter:
+        with plan.request.seen as seen, Meter(plan.progress, "load", seen) as meter:
             told = True
             with plan.together:
                 # One half is handed out while the other one is read

@@ -1,6 +1,8 @@
 //! Every default and limit of the options, in one place. Python's `penstock.Options` mirrors this struct and adds
 //! nothing. `order` and `misaligned` are arguments of each load in Python.
 
+use std::fmt;
+use std::net::IpAddr;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -134,6 +136,107 @@ pub enum Scope {
     Node,
 }
 
+/// The ports at which a rank listens for the others: the first and the last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ports(u16, u16);
+
+impl Ports {
+    /// Ports from a text such as "40000-40100".
+    ///
+    /// # Errors
+    /// Says what such a text must be.
+    pub fn parse(text: &str) -> Result<Ports, String> {
+        let port = |text: &str| match !text.is_empty() && text.len() <= 5 && text.bytes().all(|b| b.is_ascii_digit()) {
+            true => text.parse::<u16>().ok().filter(|port| *port > 0),
+            false => None,
+        };
+        let range = text.split_once('-').and_then(|(first, last)| Some((port(first)?, port(last)?)));
+        match range {
+            // A rank that meets the others listens at two ports: for them, and for the question whether it is there.
+            Some((first, last)) if first < last => Ok(Ports(first, last)),
+            Some((first, last)) if first == last => Err("must be two ports or more: a rank needs two at a time".into()),
+            Some(_) => Err("must begin with the lower port".into()),
+            None => Err("must be a range of ports from 1 to 65535, such as \"40000-40100\"".into()),
+        }
+    }
+
+    /// How many there are.
+    pub fn count(self) -> usize {
+        usize::from(self.1 - self.0) + 1
+    }
+
+    /// All of them, from the one at this place among them to the one before it.
+    pub fn from(self, place: usize) -> impl Iterator<Item = u16> {
+        let count = self.count();
+        (0..count).map(move |step| self.0 + ((place + step) % count) as u16)
+    }
+}
+
+impl fmt::Display for Ports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.0, self.1)
+    }
+}
+
+/// Where a rank listens for the others, and what they are told to reach.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Bind {
+    /// The address at which the rendezvous store is reached from.
+    #[default]
+    Chosen,
+    /// An address of this machine.
+    Address(IpAddr),
+    /// An address of this interface.
+    Interface(String),
+}
+
+impl Bind {
+    /// An address or the name of an interface; an empty text leaves the choice to Penstock.
+    ///
+    /// # Errors
+    /// Says what such a text must be, or why others cannot reach this address.
+    pub fn parse(text: &str) -> Result<Bind, String> {
+        if text.is_empty() {
+            return Ok(Bind::Chosen);
+        }
+        if let Ok(address) = text.parse::<IpAddr>() {
+            let refused = match address {
+                _ if address.is_unspecified() => Some("is no address that others can reach: name one of this machine"),
+                _ if address.is_multicast() => Some("is a multicast address: name one of this machine"),
+                IpAddr::V4(v4) if v4.is_broadcast() => Some("is a broadcast address: name one of this machine"),
+                IpAddr::V6(v6) if v6.segments()[0] & 0xffc0 == 0xfe80 => {
+                    Some("is a link-local address, which means another interface on each machine: name a routed one")
+                }
+                _ => None,
+            };
+            return refused.map_or(Ok(Bind::Address(address)), |why| Err(why.into()));
+        }
+        // The kernel's rule for a name (dev_valid_name), in visible ASCII. getifaddrs(3) gives the label of an IPv4 address in place
+        // of the name. A label has a colon: "eth0:1".
+        let (name, label) = text.split_once(':').unwrap_or((text, "none"));
+        let is_name = text.len() <= 15 && !matches!(name, "" | "." | "..") && !label.is_empty();
+        let is_name = is_name && text.bytes().all(|b| b.is_ascii_graphic() && b != b'/') && !label.contains(':');
+        // An address and a port, such as "10.0.0.7:80", is no label.
+        let is_name = is_name && name.parse::<IpAddr>().is_err();
+        match is_name {
+            true => Ok(Bind::Interface(text.to_owned())),
+            false => {
+                Err("must be an address such as \"10.0.0.7\" or \"fd00::7\", or an interface such as \"eth0\"".into())
+            }
+        }
+    }
+}
+
+impl fmt::Display for Bind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Bind::Chosen => Ok(()),
+            Bind::Address(address) => address.fmt(f),
+            Bind::Interface(name) => f.write_str(name),
+        }
+    }
+}
+
 /// In which order tensors are read and handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
@@ -188,6 +291,10 @@ pub struct Options {
     pub peer_timeout: Duration,
     /// How long a rank waits for the others before a load.
     pub join_timeout: Duration,
+    /// The ports at which a rank listens for the others; `None`: whichever the kernel gives.
+    pub ports: Option<Ports>,
+    /// The address at which it listens.
+    pub bind: Bind,
     /// File for a trace of the load, for Chrome or Perfetto; empty: no trace. `{pid}` and `{n}` in it stand for the
     /// process and the number of the traced load in it.
     pub trace: String,
@@ -213,6 +320,8 @@ impl Default for Options {
             scope: Scope::World,
             peer_timeout: Duration::from_secs(5),
             join_timeout: Duration::from_secs(300),
+            ports: None,
+            bind: Bind::Chosen,
             trace: String::new(),
         }
     }
@@ -229,6 +338,53 @@ impl Options {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn ports_are_a_range_of_two_or_more() {
+        let ports = Ports::parse("40000-40002").unwrap();
+        assert_eq!((ports.count(), ports.to_string().as_str()), (3, "40000-40002"));
+        assert_eq!(ports.from(2).collect::<Vec<_>>(), [40002, 40000, 40001]);
+        assert_eq!(Ports::parse("1-65535").unwrap().from(65534).next(), Some(65535));
+        for wrong in
+            ["", "40000", "40000-", "-40000", "40000:40100", "0-10", "40000-65536", "+1-5", " 1-5", "1-5-9", "a-b"]
+        {
+            assert!(Ports::parse(wrong).unwrap_err().contains("40000-40100"), "{wrong:?}");
+        }
+        assert!(Ports::parse("5-4").unwrap_err().contains("lower port"));
+        assert!(Ports::parse("5-5").unwrap_err().contains("two"));
+    }
+
+    #[test]
+    fn a_rank_listens_where_others_can_reach_it() {
+        assert_eq!(Bind::parse(""), Ok(Bind::Chosen));
+        assert_eq!(Bind::parse("10.0.0.7"), Ok(Bind::Address("10.0.0.7".parse().unwrap())));
+        assert_eq!(Bind::parse("fd00::7"), Ok(Bind::Address("fd00::7".parse().unwrap())));
+        for name in ["eth0.100", "eth0:1", "br-1:vip", "a-name-of-15:ab"] {
+            assert_eq!(Bind::parse(name), Ok(Bind::Interface(name.into())));
+        }
+        for unreachable in ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255", "fe80::1"] {
+            assert!(Bind::parse(unreachable).is_err(), "{unreachable}");
+        }
+        for wrong in [
+            "10.0.0.7:80",
+            "[fd00::7]",
+            "[fd00:7]:80",
+            "fe80::1%eth0",
+            "eth0:",
+            ":1",
+            "..:1",
+            "eth0:1:2",
+            "a-name-of-15:abc",
+            "eth 0",
+            "a/b",
+            "a-name-that-is-too-long",
+            " eth0",
+            "..",
+            "ethö",
+        ] {
+            assert!(Bind::parse(wrong).unwrap_err().contains("eth0"), "{wrong:?}");
+        }
+    }
 
     proptest! {
         /// Each block is in one group, in order; no group is larger than its bound by more than its last block.

@@ -7,7 +7,7 @@ use penstock::extent::Ticket;
 use penstock::format::Checkpoint;
 use penstock::memory::Keep;
 use penstock::options::{Cache, Options};
-use penstock::peers::Seat;
+use penstock::peers::{ListenAt, Pass, Seat};
 use penstock::plan::request::Together;
 use penstock::plan::shares::{BothWays, Parcel, Party, Shares};
 use penstock::plan::want::Runs;
@@ -23,6 +23,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+fn seat(rank: u32) -> Seat {
+    Seat::new(ListenAt::anywhere(HERE), Pass { rank, token: [rank as u8; 16], key: None }).unwrap()
+}
 
 /// Random numbers that are the same in every run.
 struct Random(u64);
@@ -96,14 +100,13 @@ impl Model {
         slow: &[(Parcel, Duration)],
     ) -> Vec<penstock::Result<Report>> {
         let shares = Arc::new(shares);
-        let seats: Vec<Seat> = lists.iter().map(|_| Seat::new(HERE).unwrap()).collect();
+        let seats: Vec<Seat> = (0..lists.len() as u32).map(seat).collect();
         let addresses: Vec<SocketAddr> = seats.iter().map(|seat| seat.address().unwrap()).collect();
         std::thread::scope(|scope| {
             let ranks = seats.into_iter().zip(lists).zip(0..).map(|((seat, wants), rank)| {
                 let (shares, addresses) = (shares.clone(), &addresses);
                 scope.spawn(move || {
                     let mesh = seat.join(
-                        rank,
                         &addresses.iter().copied().map(Some).collect::<Vec<_>>(),
                         [7; 16],
                         Duration::from_secs(20),
@@ -469,10 +472,10 @@ fn a_rank_that_waits_for_one_that_is_there_and_takes_nothing_says_so() {
     let model = Model::new(&[("a".into(), vec![4096, 4096]), ("b".into(), vec![64])], &mut Random(12));
     let lists = [Want::all(&model.checkpoint), Want::all(&model.checkpoint)];
     let shares = Arc::new(Shares::new(&model.checkpoint, Party { lists: &lists, of_rank: &[0, 1] }).unwrap());
-    let seats = [Seat::new(HERE).unwrap(), Seat::new(HERE).unwrap()];
+    let seats = [seat(0), seat(1)];
     let addresses: Vec<_> = seats.iter().map(|seat| Some(seat.address().unwrap())).collect();
     let load = |rank: u32, seat: Seat, waits: &dyn Fn()| {
-        let mesh = seat.join(rank, &addresses, [7; 16], Duration::from_secs(20), || true)?;
+        let mesh = seat.join(&addresses, [7; 16], Duration::from_secs(20), || true)?;
         waits();
         let request = Request {
             checkpoint: model.checkpoint.clone(),

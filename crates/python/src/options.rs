@@ -2,7 +2,9 @@
 
 use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer};
-use penstock::options::{Cache, Exchanging, Io, Options as Core, Scope, MOST_EXTENT, MOST_PINNING_THREADS};
+use penstock::options::{
+    Bind, Cache, Exchanging, Io, Options as Core, Ports, Scope, MOST_EXTENT, MOST_PINNING_THREADS,
+};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyTuple};
@@ -30,8 +32,20 @@ const SCOPE: Spellings<Scope> = &[("world", Scope::World), ("node", Scope::Node)
 /// Options that a user may well set; all names stand in this order wherever options are listed.
 const EVERYDAY: [&str; 6] = ["cache", "copy", "window", "staging", "threads", "stall_timeout"];
 /// Options for measurements, for unusual storage, and for finding out what is wrong.
-const ADVANCED: [&str; 10] =
-    ["io", "extent", "depth", "gap", "pinning_threads", "exchange", "scope", "peer_timeout", "join_timeout", "trace"];
+const ADVANCED: [&str; 12] = [
+    "io",
+    "extent",
+    "depth",
+    "gap",
+    "pinning_threads",
+    "exchange",
+    "scope",
+    "peer_timeout",
+    "join_timeout",
+    "ports",
+    "bind",
+    "trace",
+];
 
 fn names() -> impl Iterator<Item = &'static str> {
     EVERYDAY.into_iter().chain(ADVANCED)
@@ -73,6 +87,10 @@ fn names() -> impl Iterator<Item = &'static str> {
 /// - peer_timeout: seconds. Of several ranks that load together, one that says nothing for so long is dead, and the load fails
 ///   on the others (default 5).
 /// - join_timeout: seconds that a rank waits for the others before a load (default 300).
+/// - ports: the ports at which a rank listens for the others, such as "40000-40100". "" (the default): any. A rank takes two
+///   in a load, and two more in a stream and within `joined`.
+/// - bind: the address or the interface at which it listens, and which the others are told to reach. "" (the default): the
+///   interface in GLOO_SOCKET_IFNAME, else the address from which the rendezvous store is reached.
 /// - trace: a file. The load writes to it what happened when, for Chrome or Perfetto. "{pid}" and "{n}" in the name stand
 ///   for the process and the number of the traced load in it. "" (the default) writes none.
 ///
@@ -175,6 +193,16 @@ impl Options {
     }
 
     #[getter]
+    fn ports<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
+        answer(py, || Ok(ports_spelled(&self.0)))
+    }
+
+    #[getter]
+    fn bind<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
+        answer(py, || Ok(self.0.bind.to_string()))
+    }
+
+    #[getter]
     fn trace<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, &'a str> {
         answer(py, || Ok(self.0.trace.as_str()))
     }
@@ -267,7 +295,8 @@ impl Options {
         let gap = self.0.gap.map_or_else(|| "\"auto\"".into(), |bytes| bytes.to_string());
         format!(
             "Options(cache={:?}, copy={copy}, window={}, staging={}, threads={}, stall_timeout={}, io={:?}, extent={}, \
-             depth={}, gap={gap}, pinning_threads={}, exchange={:?}, scope={:?}, peer_timeout={}, join_timeout={}, trace={:?})",
+             depth={}, gap={gap}, pinning_threads={}, exchange={:?}, scope={:?}, peer_timeout={}, join_timeout={}, \
+             ports={:?}, bind={:?}, trace={:?})",
             spelling(CACHE, self.0.cache),
             self.0.window,
             self.0.staging,
@@ -281,9 +310,15 @@ impl Options {
             spelling(SCOPE, self.0.scope),
             self.0.peer_timeout.as_secs_f64(),
             self.0.join_timeout.as_secs_f64(),
+            ports_spelled(&self.0),
+            self.0.bind.to_string(),
             self.0.trace,
         )
     }
+}
+
+fn ports_spelled(options: &Core) -> String {
+    options.ports.map_or_else(String::new, |ports| ports.to_string())
 }
 
 fn spelling<T: PartialEq + Copy>(spellings: Spellings<T>, value: T) -> &'static str {
@@ -383,6 +418,8 @@ fn set_text(o: &mut Core, name: &str, text: &str) -> Result<(), String> {
         "gap" if text.trim() == "auto" => o.gap = None,
         "gap" => o.gap = Some(size(text).map_err(|why| format!("{why}, or \"auto\""))?),
         "window" => o.window = size(text)?,
+        "ports" => o.ports = if text.is_empty() { None } else { Some(Ports::parse(text)?) },
+        "bind" => o.bind = Bind::parse(text)?,
         "trace" => text.clone_into(&mut o.trace),
         "stall_timeout" | "peer_timeout" | "join_timeout" => {
             *timeout(o, name) = seconds(text.trim().parse().map_err(|_| "must be a number of seconds".to_owned())?)?;
@@ -405,7 +442,7 @@ fn set(o: &mut Core, name: &str, value: &Bound<'_, PyAny>) -> PyResult<()> {
     let wrong = |what: &str| PyTypeError::new_err(format!("{name} must be {what}, not {}", repr(value)));
     match name {
         "copy" => o.copy = value.extract::<Option<bool>>().map_err(|_| wrong("True, False or None"))?,
-        "io" | "cache" | "exchange" | "scope" => {
+        "io" | "cache" | "exchange" | "scope" | "ports" | "bind" => {
             let text: String = value.extract().map_err(|_| wrong("a string"))?;
             set_text(o, name, &text).map_err(refuse)?;
         }

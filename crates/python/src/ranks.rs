@@ -1,11 +1,13 @@
-//! `_core.Seat`, `_core.Mesh`, `_core.Shares`: several ranks that load one checkpoint together.
+//! `_core.Pass`, `_core.Seat`, `_core.Mesh`, `_core.Standing`, `_core.Shares`: several ranks that load one checkpoint together.
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::{detached, interruptibly, invalid, raise};
 use crate::guard::{answer, guarded, Answer, Held, Listed};
+use crate::options::Options;
 use crate::wants::{wants_of, Region};
-use penstock::options::{Scope, MIB};
-use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Seat as CoreSeat};
+use penstock::options::{Bind, Scope, MIB};
+use penstock::peers::{ListenAt, PeerKey, Reachable, StandingLinks};
+use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Pass as CorePass, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{Party, Shares as CoreShares};
 use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
@@ -19,6 +21,41 @@ use std::time::Duration;
 
 /// Bytes with which ranks find out whether to exchange what several of them want.
 const TRIED: u64 = 64 * MIB;
+
+/// What a rank shows the others: its number, a token, and a proof of the key in its environment, if there is one.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Pass(Held<CorePass>);
+
+#[pymethods]
+impl Pass {
+    /// Reads the key from the environment. `token`: 16 random bytes.
+    #[new]
+    fn new(py: Python<'_>, rank: u32, token: [u8; 16]) -> PyResult<Self> {
+        guarded(py, || {
+            let key = detached(py, PeerKey::of_environment)?;
+            Ok(Self(Held::new(CorePass { rank, token, key })))
+        })
+    }
+
+    /// What other ranks find out with whether they have the same key: a text that says nothing else. "" without a key.
+    fn mark<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
+        answer(py, || {
+            let CorePass { rank, token, key } = &*self.0;
+            let bytes = key.as_ref().map(|key| key.mark(*rank, token));
+            Ok(bytes.iter().flatten().map(|byte| format!("{byte:02x}")).collect::<String>())
+        })
+    }
+
+    /// Whether a rank with this token and mark has the key that this one has, or has none as this one.
+    fn matches<'py>(&self, py: Python<'py>, rank: u32, token: [u8; 16], mark: &str) -> Answer<'py, bool> {
+        answer(py, || {
+            let Some(key) = &self.0.key else { return Ok(mark.is_empty()) };
+            let byte = |at: usize| mark.get(at..at + 2).and_then(|two| u8::from_str_radix(two, 16).ok());
+            let bytes: Option<Vec<u8>> = (0..mark.len()).step_by(2).map(byte).collect();
+            Ok(bytes.is_some_and(|mark| key.is_mark(&mark, rank, &token)))
+        })
+    }
+}
 
 /// A rank's own address, before it knows those of the others.
 #[pyclass(frozen, module = "penstock._core")]
@@ -40,13 +77,46 @@ fn address((host, port): &(String, u16)) -> PyResult<SocketAddr> {
     Ok(SocketAddr::new(address_of(host)?, *port))
 }
 
+/// A rank that can be asked whether it is there: its host, its port, its token.
+type Reached = (String, u16, [u8; 16]);
+
+fn asked((host, port, token): &Reached) -> PyResult<Reachable> {
+    Ok((SocketAddr::new(address_of(host)?, *port), *token))
+}
+
+/// Takes the value out of its owner; `None` if it is gone already.
+fn taken<T>(owner: &Mutex<Option<T>>) -> Option<T> {
+    owner.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+/// Takes the value out of its owner and ends it. Releases the GIL, because that joins threads.
+fn close<T: Send>(py: Python<'_>, owner: &Mutex<Option<T>>, end: impl FnOnce(T) + Send) -> PyResult<()> {
+    let owned = taken(owner);
+    py.detach(|| owned.map_or((), end));
+    Ok(())
+}
+
+fn place(host: &str, options: &Options) -> PyResult<ListenAt> {
+    Ok(ListenAt { at: address_of(host)?, ports: options.0.ports })
+}
+
+/// The address that `bind=` means: one, or an interface. `None`: it is empty.
+#[pyfunction]
+pub(crate) fn bound<'py>(py: Python<'py>, bind: &str) -> Answer<'py, Option<String>> {
+    answer(py, || {
+        let bind = Bind::parse(bind).map_err(|why| invalid(format!("{bind:?}: {why}")))?;
+        let found = detached(py, || penstock::peers::bound(&bind))?;
+        Ok(found.map(|address| address.to_string()))
+    })
+}
+
 #[pymethods]
 impl Seat {
-    /// Listens at this address, on a port of its own.
+    /// Listens at this address, at two of the ports that the options name.
     #[new]
-    fn new(py: Python<'_>, host: &str) -> PyResult<Self> {
+    fn new(py: Python<'_>, host: &str, options: &Options, known: &Pass) -> PyResult<Self> {
         guarded(py, || {
-            let seat = CoreSeat::new(address_of(host)?).map_err(|e| raise(py, &e))?;
+            let seat = CoreSeat::new(place(host, options)?, known.0.clone()).map_err(|e| raise(py, &e))?;
             Ok(Self(Held::new(Mutex::new(Some(seat)))))
         })
     }
@@ -70,10 +140,10 @@ impl Seat {
         })
     }
 
-    /// Watches the other ranks from now on: (host, port) of what answers there. `silence`: seconds without an answer.
-    fn watch<'py>(&self, py: Python<'py>, pulses: Listed<(String, u16)>, silence: f64) -> Answer<'py, ()> {
+    /// Watches the other ranks from now on: (host, port, token) of what answers there. `silence`: seconds without an answer.
+    fn watch<'py>(&self, py: Python<'py>, pulses: Listed<Reached>, silence: f64) -> Answer<'py, ()> {
         answer(py, || {
-            let pulses = pulses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
             let mut seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let seat = seat.as_mut().ok_or_else(|| invalid("this seat was taken"))?;
             seat.watch(&pulses, Duration::try_from_secs_f64(silence).unwrap_or_default());
@@ -93,60 +163,60 @@ impl Seat {
 
     /// Listens no more.
     fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
-        answer(py, || {
-            drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
-            Ok(())
-        })
+        answer(py, || close(py, &self.0, drop))
     }
 
     /// Connects to all others: (host, port) of all ranks (None: it is no member), and 16 bytes that name this load. `go_on` is
     /// asked every 50 ms whether to go on waiting; what it raises is raised.
-    #[pyo3(signature = (rank, addresses, token, timeout, go_on = None))]
+    #[pyo3(signature = (addresses, token, timeout, go_on = None))]
     fn join(
         &self,
         py: Python<'_>,
-        rank: u32,
         addresses: Listed<Option<(String, u16)>>,
         token: [u8; 16],
         timeout: f64,
         go_on: Option<Py<PyAny>>,
     ) -> PyResult<Mesh> {
         guarded(py, || {
-            let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let seat = taken(&self.0);
             let seat = seat.ok_or_else(|| invalid("this seat was taken"))?;
             let addresses = addresses.0.iter().map(|one| one.as_ref().map(address).transpose());
             let addresses = addresses.collect::<PyResult<Vec<_>>>()?;
-            if rank as usize >= addresses.len() {
-                return Err(invalid(format!("rank {rank} of {}", addresses.len())));
+            if seat.rank() as usize >= addresses.len() {
+                return Err(invalid(format!("rank {} of {}", seat.rank(), addresses.len())));
             }
             let patience = Duration::try_from_secs_f64(timeout).unwrap_or_default();
-            let mut raised = None;
-            let mut asked = || {
-                let Some(ask) = &go_on else { return true };
-                let answer = Python::try_attach(|py| ask.call0(py)?.extract::<bool>(py));
-                match answer {
-                    Some(Ok(answer)) => answer,
-                    Some(Err(error)) => {
-                        raised = Some(error);
-                        false
-                    }
-                    None => false,
-                }
-            };
-            let joined = interruptibly(py, |go_on| seat.join(rank, &addresses, token, patience, || go_on() && asked()));
-            if let Some(error) = raised {
-                return Err(error);
-            }
-            let mesh = joined?;
+            let mesh = asking(py, go_on, |go_on| seat.join(&addresses, token, patience, go_on))?;
             Ok(Mesh(Held::new(Mutex::new(Some(mesh)))))
         })
     }
 }
 
+/// Does something that asks now and then whether to go on. Raises what the answer raises.
+fn asking<T: Send>(
+    py: Python<'_>,
+    ask: Option<Py<PyAny>>,
+    work: impl FnOnce(&mut (dyn FnMut() -> bool + Send)) -> penstock::Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let mut asked = || {
+        let Some(ask) = &ask else { return true };
+        match Python::try_attach(|py| ask.call0(py)?.extract::<bool>(py)) {
+            Some(Ok(answer)) => answer,
+            Some(Err(error)) => {
+                raised = Some(error);
+                false
+            }
+            None => false,
+        }
+    };
+    let done = interruptibly(py, |go_on| work(&mut || go_on() && asked()));
+    raised.map_or(done, Err)
+}
+
 impl Mesh {
     pub(crate) fn take(&self) -> PyResult<CoreMesh> {
-        let mesh = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        mesh.ok_or_else(|| invalid("these connections were taken by another load"))
+        taken(&self.0).ok_or_else(|| invalid("these connections were taken by another load"))
     }
 }
 
@@ -154,11 +224,7 @@ impl Mesh {
 impl Mesh {
     /// Closes the connections, if no load has taken them.
     fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
-        answer(py, || {
-            let mesh = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-            py.detach(|| drop(mesh));
-            Ok(())
-        })
+        answer(py, || close(py, &self.0, drop))
     }
 }
 
@@ -168,11 +234,11 @@ pub(crate) struct Lookout(Held<Mutex<Option<CoreLookout>>>);
 
 #[pymethods]
 impl Lookout {
-    /// Answers at this address, at a port of its own.
+    /// Answers at this address, at one of the ports that the options name.
     #[new]
-    fn new(py: Python<'_>, host: &str) -> PyResult<Self> {
+    fn new(py: Python<'_>, host: &str, options: &Options, known: &Pass) -> PyResult<Self> {
         guarded(py, || {
-            let lookout = CoreLookout::new(address_of(host)?).map_err(|e| raise(py, &e))?;
+            let lookout = CoreLookout::new(place(host, options)?, known.0.clone()).map_err(|e| raise(py, &e))?;
             Ok(Self(Held::new(Mutex::new(Some(lookout)))))
         })
     }
@@ -186,14 +252,14 @@ impl Lookout {
         })
     }
 
-    /// Watches the other ranks from now on: (host, port) of what answers there. `silence`: seconds without an answer.
-    fn watch<'py>(&self, py: Python<'py>, rank: u32, pulses: Listed<(String, u16)>, silence: f64) -> Answer<'py, ()> {
+    /// Watches the other ranks from now on: (host, port, token) of what answers there. `silence`: seconds without an answer.
+    fn watch<'py>(&self, py: Python<'py>, pulses: Listed<Reached>, silence: f64) -> Answer<'py, ()> {
         answer(py, || {
-            let pulses = pulses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
             let mut lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             let lookout = lookout.as_mut().ok_or_else(|| invalid("this lookout was closed"))?;
             let silence = Duration::try_from_secs_f64(silence).unwrap_or_default();
-            lookout.watch(rank, &pulses, silence).map_err(|e| raise(py, &e))
+            lookout.watch(&pulses, silence).map_err(|e| raise(py, &e))
         })
     }
 
@@ -208,11 +274,77 @@ impl Lookout {
 
     /// Answers no more, and watches nobody.
     fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
+        answer(py, || close(py, &self.0, drop))
+    }
+}
+
+/// Connections that stand between loads: a process that ends closes its own.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct Standing(Held<Mutex<Option<StandingLinks>>>);
+
+#[pymethods]
+impl Standing {
+    /// Listens at this address, at one of the ports that the options name.
+    #[new]
+    fn new(py: Python<'_>, host: &str, options: &Options, known: &Pass) -> PyResult<Self> {
+        guarded(py, || {
+            let standing = StandingLinks::new(place(host, options)?, known.0.clone()).map_err(|e| raise(py, &e))?;
+            Ok(Self(Held::new(Mutex::new(Some(standing)))))
+        })
+    }
+
+    /// The port.
+    #[getter]
+    fn port<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
         answer(py, || {
-            let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-            py.detach(|| drop(lookout));
+            let standing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(standing.as_ref().ok_or_else(|| invalid("these connections were closed"))?.address().port())
+        })
+    }
+
+    /// Connects to all others: (host, port) of all ranks, (host, port, token) of what says whether they are there, and 16 bytes
+    /// that name those that belong together. `silence`: seconds without an answer. `go_on` is asked every 50 ms whether to go on
+    /// waiting; what it raises is raised.
+    #[pyo3(signature = (addresses, pulses, token, timeout, silence, go_on = None))]
+    #[allow(clippy::too_many_arguments)] // Python's
+    fn join(
+        &self,
+        py: Python<'_>,
+        addresses: Listed<(String, u16)>,
+        pulses: Listed<Reached>,
+        token: [u8; 16],
+        timeout: f64,
+        silence: f64,
+        go_on: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        guarded(py, || {
+            let addresses = addresses.0.iter().map(address).collect::<PyResult<Vec<_>>>()?;
+            let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
+            let [patience, silence] = [timeout, silence].map(|s| Duration::try_from_secs_f64(s).unwrap_or_default());
+            // Others may ask meanwhile who has closed: nobody yet
+            let standing = taken(&self.0);
+            let mut standing = standing.ok_or_else(|| invalid("these connections were closed"))?;
+            if standing.rank() as usize >= addresses.len() {
+                return Err(invalid(format!("rank {} of {}", standing.rank(), addresses.len())));
+            }
+            asking(py, go_on, |go_on| standing.join(&addresses, &pulses, token, (patience, silence), go_on))?;
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(standing);
             Ok(())
         })
+    }
+
+    /// Ranks that have closed their connection, and for which rank each of them has given up (None: it has not said so).
+    fn closed<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<(u32, Option<u32>)>> {
+        answer(py, || {
+            let mut standing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(standing.as_mut().map_or_else(Vec::new, |standing| standing.closed().to_vec()))
+        })
+    }
+
+    /// Closes them. `blamed`: the rank for which this one gives up.
+    #[pyo3(signature = (blamed = None))]
+    fn close<'py>(&self, py: Python<'py>, blamed: Option<u32>) -> Answer<'py, ()> {
+        answer(py, || close(py, &self.0, |mut standing| standing.close(blamed)))
     }
 }
 

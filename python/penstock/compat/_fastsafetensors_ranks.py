@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._checkpoint import Checkpoint
 from .._errors import CancelledError, InvalidError, UnsupportedError
+from .._events import NOTHING, observe
 from .._frameworks import device_for, make_adapter
 from .._options import make_options
 from .._request import Request, prepare
@@ -45,6 +46,9 @@ class RanksBuffer(FilesBufferOnDevice):
     ) -> None:
         super().__init__(checkpoint, {}, places, paths)
         self._opened = checkpoint
+        self._seen = observe("load", checkpoint, engine="fastsafetensors", kept=True)
+        if self._seen is not NOTHING:
+            checkpoint._within = self._seen
         self._company, self._device, self._settings, self._dtype = company, device, settings, dtype
         self._size, self._rank = company.member.size, company.member.rank
         self._untaken = set(places)
@@ -110,6 +114,7 @@ class RanksBuffer(FilesBufferOnDevice):
         if self._untaken:
             self._company.say(CancelledError("its buffer was closed"))
         self._company.close()
+        self._seen.end()
 
     # How it is had
 
@@ -150,7 +155,8 @@ class RanksBuffer(FilesBufferOnDevice):
 
             def prepared() -> tuple[Request, Adapter]:
                 where = device_for(self._device, "pt")
-                return prepare(self._opened, where, names, None, "pt", options, slices or None)
+                request, adapter = prepare(self._opened, where, names, None, "pt", options, slices or None)
+                return request._replace(seen=self._seen.part()), adapter
 
             tensors = self._company.load(self._opened._core, options, prepared)
         return {name: self._converted(tensor, None, self._dtype, name) for name, tensor in tensors.items()}
@@ -192,7 +198,8 @@ class RanksBuffer(FilesBufferOnDevice):
             return make_adapter("pt", part, where, None)
 
         def request() -> Request:
-            return prepare(self._opened, where, names, None, "pt", make_options(self._settings))[0]
+            request, _ = prepare(self._opened, where, names, None, "pt", make_options(self._settings))
+            return request._replace(seen=self._seen.part())
 
         sequence = [self._opened._core.index(name) for name in names]
         return stream(self._company.member, request, adapter, False, lambda report: None, sequence)

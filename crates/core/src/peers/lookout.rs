@@ -2,12 +2,14 @@
 //!
 //! Each rank answers ([`Pulse`]) and asks the others ([`Pulses`]) on threads of its own, whatever its program does meanwhile.
 
-use super::pulse::{Pulse, Pulses};
+use super::key::Pass;
+use super::place::ListenAt;
+use super::pulse::{Pulse, Pulses, Reachable};
 use crate::error::{Error, Result};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
 use crate::wake::Wake;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,8 +22,11 @@ const FOR_EACH: Duration = Duration::from_millis(8);
 #[derive(Debug)]
 pub struct Lookout {
     pulse: Pulse,
+    pass: Pass,
     shared: Arc<OnLookout>,
     thread: Option<JoinHandle<()>>,
+    /// In a forked child it is the parent's: their eventfd is the same.
+    process: u32,
 }
 
 #[derive(Debug)]
@@ -31,13 +36,14 @@ struct OnLookout {
 }
 
 impl Lookout {
-    /// Answers at a port of its own at this address.
+    /// Answers at a port of a place.
     ///
     /// # Errors
-    /// What the kernel says.
-    pub fn new(at: IpAddr) -> Result<Lookout> {
+    /// `Limit`: the ports of the range are taken. `Invalid`: this machine has no such address. Otherwise what the kernel says.
+    pub fn new(place: ListenAt, pass: Pass) -> Result<Lookout> {
         let shared = Arc::new(OnLookout { over: Wake::new()?, lost: Mutex::new(None) });
-        Ok(Lookout { pulse: Pulse::start(at)?, shared, thread: None })
+        let pulse = Pulse::start(place, &pass)?;
+        Ok(Lookout { pulse, pass, shared, thread: None, process: std::process::id() })
     }
 
     /// The address at which it answers.
@@ -50,9 +56,9 @@ impl Lookout {
     ///
     /// # Errors
     /// There can be no more threads.
-    pub fn watch(&mut self, rank: u32, pulses: &[SocketAddr], silence: Duration) -> Result<()> {
-        let mut asked = Pulses::forgiving(pulses, silence, FOR_EACH * pulses.len() as u32);
-        let others: Vec<u32> = (0..pulses.len() as u32).filter(|other| *other != rank).collect();
+    pub fn watch(&mut self, pulses: &[Reachable], silence: Duration) -> Result<()> {
+        let mut asked = Pulses::forgiving(pulses, &self.pass, silence, FOR_EACH * pulses.len() as u32);
+        let others: Vec<u32> = (0..pulses.len() as u32).filter(|other| *other != self.pass.rank).collect();
         let shared = self.shared.clone();
         let thread = Builder::new().name("penstock-lookout".to_owned());
         let thread = thread.spawn(move || {
@@ -77,6 +83,10 @@ impl Lookout {
 
 impl Drop for Lookout {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            std::mem::forget(self.thread.take());
+            return;
+        }
         self.shared.over.notify();
         if let Some(thread) = self.thread.take() {
             let _it_was_told = thread.join();
@@ -85,9 +95,10 @@ impl Drop for Lookout {
 }
 
 #[cfg(all(test, not(loom)))]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use std::net::{Ipv4Addr, TcpListener};
+    use std::net::{IpAddr, Ipv4Addr, TcpListener};
     use std::time::Instant;
 
     const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -95,19 +106,24 @@ mod tests {
 
     #[test]
     fn a_rank_that_was_stopped_is_told_from_ones_that_answer_and_ones_that_have_ended() {
-        let mut here = Lookout::new(HERE).unwrap();
-        let there = Lookout::new(HERE).unwrap();
-        let ended = Lookout::new(HERE).unwrap().address();
+        let lookout =
+            |rank| Lookout::new(ListenAt::anywhere(HERE), Pass { rank, token: [rank as u8; 16], key: None }).unwrap();
+        let ranks_at = |addresses: &[SocketAddr]| {
+            (0..).zip(addresses).map(|(rank, address)| (*address, [rank; 16])).collect::<Vec<Reachable>>()
+        };
+        let mut here = lookout(0);
+        let there = lookout(1);
+        let ended = lookout(2).address();
         // The kernel connects, as for a process that was stopped.
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let pulses = [here.address(), there.address(), ended];
-        here.watch(0, &pulses, SILENCE).unwrap();
+        here.watch(&ranks_at(&pulses), SILENCE).unwrap();
         std::thread::sleep(SILENCE * 2);
         assert!(here.lost().is_none());
-        let mut another = Lookout::new(HERE).unwrap();
+        let mut another = lookout(0);
         let pulses = [another.address(), there.address(), ended, stopped.local_addr().unwrap()];
         let begun = Instant::now();
-        another.watch(0, &pulses, SILENCE).unwrap();
+        another.watch(&ranks_at(&pulses), SILENCE).unwrap();
         let error = loop {
             match another.lost() {
                 Some(error) => break error,

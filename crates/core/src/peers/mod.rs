@@ -4,6 +4,8 @@
 //! while the other does not take its bytes. One thread of each rank serves them all ([`Peers`]). It holds no lock of the
 //! interpreter, so a rank is alive for its peers as long as its process runs, however busy that is.
 //!
+//! A rank listens at a [`ListenAt`]. Ranks that have a [`PeerKey`] prove it to each other on each connection before they use it.
+//!
 //! To the engine a peer is a source of what it reads for this rank, and a device to which this rank copies what it reads for
 //! others: [`Peers::source`], [`Peers::device`].
 
@@ -11,13 +13,22 @@ mod calls;
 mod desk;
 mod device;
 mod exchange;
+mod handshake;
+mod key;
 mod lookout;
+mod meet;
 mod mesh;
+mod place;
 mod pulse;
 mod source;
+mod standing;
 pub(crate) mod watch;
 
 pub(crate) use desk::STEPS;
 pub(crate) use exchange::{Peers, RowsToSend};
+pub use key::{Pass, PeerKey};
 pub use lookout::Lookout;
 pub use mesh::{Mesh, Seat};
+pub use place::{bound, ListenAt};
+pub use pulse::Reachable;
+pub use standing::StandingLinks;
