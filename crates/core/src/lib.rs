@@ -119,3 +119,11 @@ pub use options::{Cache, Io, Options, Order};
 pub use plan::request::{Memory, Request, Where};
 pub use plan::want::Want;
 pub use stats::Report;
+
+/// The Cargo features that this crate was built with.
+pub const FEATURES: &[&str] = &[
+    #[cfg(feature = "remote")]
+    "remote",
+    #[cfg(feature = "testing")]
+    "testing",
+];

@@ -122,20 +122,23 @@ pub fn cgroup_memory_limit() -> Option<u64> {
 }
 
 fn cgroup_memory_left() -> Option<u64> {
-    cgroup_folders()
-        .into_iter()
-        .filter_map(|(dir, v2)| {
-            let limit = limit(&dir, v2)?;
-            let used = number(&dir.join(if v2 { "memory.current" } else { "memory.usage_in_bytes" }))?;
-            // Inactive file pages count as used, but the kernel gives them up first.
-            let clean = fs::read_to_string(dir.join("memory.stat")).ok().and_then(|stat| {
-                stat.lines()
-                    .find_map(|l| l.strip_prefix(if v2 { "inactive_file " } else { "total_inactive_file " }))
-                    .and_then(|n| n.trim().parse::<u64>().ok())
-            });
-            Some(limit.saturating_sub(used.saturating_sub(clean.unwrap_or(0))))
-        })
-        .min()
+    cgroup_folders().into_iter().filter_map(|(dir, v2)| left(&dir, v2)).min()
+}
+
+/// Bytes that one group leaves.
+fn left(dir: &std::path::Path, v2: bool) -> Option<u64> {
+    // Above `memory.high` nothing is killed, but the kernel takes pages back and makes the processes wait. Kubernetes sets
+    // it with its feature gate MemoryQoS. Version 1 has nothing like it.
+    let high = if v2 { number(&dir.join("memory.high")) } else { None };
+    let limit = limit(dir, v2).into_iter().chain(high).min()?;
+    let used = number(&dir.join(if v2 { "memory.current" } else { "memory.usage_in_bytes" }))?;
+    // Inactive file pages count as used, but the kernel gives them up first.
+    let clean = fs::read_to_string(dir.join("memory.stat")).ok().and_then(|stat| {
+        stat.lines()
+            .find_map(|l| l.strip_prefix(if v2 { "inactive_file " } else { "total_inactive_file " }))
+            .and_then(|n| n.trim().parse::<u64>().ok())
+    });
+    Some(limit.saturating_sub(used.saturating_sub(clean.unwrap_or(0))))
 }
 
 fn limit(dir: &std::path::Path, v2: bool) -> Option<u64> {
@@ -203,6 +206,30 @@ mod tests {
         assert!(memory_available() > 0 && memory_available() <= total);
         assert!(memory_most() >= memory_available());
         assert!(cores() >= 1);
+    }
+
+    #[test]
+    fn a_group_leaves_what_the_lower_of_its_limits_leaves_and_its_inactive_files() {
+        let folder = tempfile::tempdir().unwrap();
+        for (max, high, limited, room) in [
+            ("5000", "max", Some(5000), Some(3600)),
+            ("5000", "3000", Some(5000), Some(1600)),
+            ("3000", "5000", Some(3000), Some(1600)),
+            ("max", "3000", None, Some(1600)),
+            ("1000", "max", Some(1000), Some(0)),
+            ("max", "max", None, None),
+        ] {
+            let files = [
+                ("memory.max", max),
+                ("memory.high", high),
+                ("memory.current", "2000"),
+                ("memory.stat", "anon 1200\nfile 800\nactive_file 200\ninactive_file 600\n"),
+            ];
+            for (name, text) in files {
+                fs::write(folder.path().join(name), format!("{text}\n")).unwrap();
+            }
+            assert_eq!((limit(folder.path(), true), left(folder.path(), true)), (limited, room), "{max} {high}");
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use penstock::error::{Error, ErrorKind, Result};
 use penstock::extent::{Route, Ticket};
 use penstock::format::{DType, FolderRequest};
 use penstock::options::{Cache, Io, Options, Order};
-use penstock::peers::{Lookout, Seat};
+use penstock::peers::{ListenAt, Lookout, Pass, Seat};
 use penstock::plan::request::Together;
 use penstock::plan::shares::{Party, Shares};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
@@ -274,18 +274,26 @@ fn the_thread_that_renews_credentials() {
     tripped("penstock-keys", || read(objects));
 }
 
+fn pass(rank: u32) -> Pass {
+    Pass { rank, token: [rank as u8; 16], key: None }
+}
+
+fn seat(rank: u32) -> Result<Seat> {
+    Seat::new(ListenAt::anywhere(HERE), pass(rank))
+}
+
 #[test]
 fn threads_that_tell_ranks_who_is_there() {
     let silence = Duration::from_secs(20);
     tripped("penstock-pulse", || {
-        let (first, other) = (Seat::new(HERE)?, Seat::new(HERE)?);
+        let (first, other) = (seat(0)?, seat(1)?);
         let addresses = [Some(first.address()?), Some(other.address()?)];
-        first.join(0, &addresses, [7; 16], SOON, || true)
+        first.join(&addresses, [7; 16], SOON, || true)
     });
     tripped("penstock-lookout", || {
-        let mut here = Lookout::new(HERE)?;
-        let there = Lookout::new(HERE)?;
-        here.watch(0, &[here.address(), there.address()], silence)?;
+        let mut here = Lookout::new(ListenAt::anywhere(HERE), pass(0))?;
+        let there = Lookout::new(ListenAt::anywhere(HERE), pass(1))?;
+        here.watch(&[(here.address(), [0; 16]), (there.address(), [1; 16])], silence)?;
         let until = Instant::now() + SOON;
         while Instant::now() < until {
             here.lost().map_or(Ok(()), Err)?;
@@ -299,13 +307,13 @@ fn threads_that_tell_ranks_who_is_there() {
 fn together(checkpoint: &Arc<Checkpoint>) -> Vec<Result<()>> {
     let lists = [Want::all(checkpoint), Want::all(checkpoint)];
     let shares = Arc::new(Shares::new(checkpoint, Party { lists: &lists, of_rank: &[0, 1] }).unwrap());
-    let seats = [Seat::new(HERE).unwrap(), Seat::new(HERE).unwrap()];
+    let seats = [seat(0).unwrap(), seat(1).unwrap()];
     let addresses: Vec<_> = seats.iter().map(|seat| Some(seat.address().unwrap())).collect();
     std::thread::scope(|scope| {
-        let ranks = (0..).zip(seats).map(|(rank, seat)| {
+        let ranks = seats.into_iter().map(|seat| {
             let (shares, addresses) = (shares.clone(), &addresses);
             scope.spawn(move || {
-                let mesh = seat.join(rank, addresses, [7; 16], SOON, || true)?;
+                let mesh = seat.join(addresses, [7; 16], SOON, || true)?;
                 let request = request(checkpoint, Options::default());
                 Load::start_together(request, Together { shares, mesh }, || true)?.wait(Some(SOON)).map(drop)
             })

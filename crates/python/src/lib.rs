@@ -5,6 +5,7 @@
 
 #![warn(clippy::disallowed_methods)]
 
+mod built;
 mod ceiling;
 mod checkpoint;
 mod credentials;
@@ -17,6 +18,7 @@ mod load;
 mod look;
 mod machine;
 mod options;
+mod quiesce;
 mod raised;
 mod ranks;
 mod reader;
@@ -30,6 +32,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::built::built;
     #[pymodule_export]
     use crate::ceiling::ceiling;
     #[pymodule_export]
@@ -47,7 +51,11 @@ mod _core {
     #[pymodule_export]
     use crate::options::{stall_timeout, Options};
     #[pymodule_export]
-    use crate::ranks::{is_resident, missing_where_mappable, pack_wants, traffic, Lookout, Mesh, Seat, Shares};
+    use crate::quiesce::{quiesce, under_way};
+    #[pymodule_export]
+    use crate::ranks::{bound, is_resident, missing_where_mappable, pack_wants, traffic};
+    #[pymodule_export]
+    use crate::ranks::{Lookout, Mesh, Pass, Seat, Shares, Standing};
     #[pymodule_export]
     use crate::reader::{stop_reading_ahead, Reader};
     #[pymodule_export]

@@ -504,6 +504,7 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
         d.set_item("requests", traffic.requests)?;
         d.set_item("connections", traffic.connections)?;
         d.set_item("retries", traffic.retries)?;
+        d.set_item("busy", traffic.busy)?;
         d.set_item("moved_requests", traffic.moved)?;
         d.set_item("received_bytes", traffic.received)?;
         d.set_item("gap_bytes", traffic.gaps)?;

@@ -189,7 +189,7 @@ impl Leased {
         Ok(Some(Handing(shared.clone())))
     }
 
-    /// Whether [`enter`](Self::enter) has refused a view because views of `most_alive` bytes were alive.
+    /// True after [`enter`](Self::enter) refused a view because views of `most_alive` bytes were alive.
     pub fn is_full(&self) -> bool {
         self.0.process == std::process::id() && lock(&self.0.state).full
     }
@@ -210,7 +210,7 @@ impl Leased {
         }
     }
 
-    /// Whether this process holds no lease any more. A forked child holds none.
+    /// True if this process holds no lease any more. A forked child holds none.
     pub fn is_over(&self) -> bool {
         self.0.process != std::process::id() || lock(&self.0.state).ended.is_some()
     }
@@ -264,6 +264,33 @@ impl Leased {
         }
     }
 
+    /// How many loads of this process hand out of leased files now.
+    pub fn under_way() -> usize {
+        let is_under_way = |one: &&Arc<Lending>| {
+            let state = lock(&one.state);
+            !state.over && state.ended.is_none()
+        };
+        own().iter().filter(is_under_way).count()
+    }
+
+    /// [Settles](Self::settle) all leases that hand out nothing more. Waits for `patience` at most.
+    ///
+    /// # Errors
+    /// The first error of `settle`.
+    pub fn settle_all(patience: Duration) -> Result<()> {
+        let until = Instant::now() + patience;
+        for one in own() {
+            let is_left = {
+                let state = lock(&one.state);
+                state.over && state.ended.is_none()
+            };
+            if is_left {
+                Leased(one).settle(until.saturating_duration_since(Instant::now()))?;
+            }
+        }
+        Ok(())
+    }
+
     /// In a forked child: closes the descriptors of all leases, which would keep these when the parent has ended.
     pub fn abandon_all() {
         // Another thread of the parent may have held a lock.
@@ -313,6 +340,28 @@ impl Lending {
         state.ended.get_or_insert(ended);
         self.changed.notify_all();
     }
+}
+
+/// The leases that this process has taken.
+fn own() -> Vec<Arc<Lending>> {
+    // Another thread of a parent may have held the lock when this process was forked. One of this process holds it for a moment.
+    let held = (0..100).find_map(|_| {
+        LENDING.try_lock().ok().or_else(|| {
+            std::thread::sleep(Duration::from_millis(1));
+            None
+        })
+    });
+    let Some(lending) = held else { return Vec::new() };
+    let mut found = Vec::new();
+    for one in lending.iter().filter_map(Weak::upgrade) {
+        if one.process == std::process::id() {
+            found.push(one);
+        } else {
+            // What it owns is the parent's: it must not be dropped here.
+            std::mem::forget(one);
+        }
+    }
+    found
 }
 
 fn wait_for<'s, T>(

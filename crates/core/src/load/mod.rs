@@ -9,6 +9,7 @@ mod choosing;
 mod drive;
 mod handle;
 mod leased;
+mod quiesce;
 mod reader;
 mod shared;
 #[cfg(test)]
@@ -17,4 +18,5 @@ mod start;
 
 pub use handle::{Load, Next};
 pub use leased::{Handing, Leased};
+pub use quiesce::quiesce;
 pub use reader::Reader;

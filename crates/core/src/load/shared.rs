@@ -9,7 +9,8 @@ use crate::stats::Report;
 use crate::sync::{lock, Condvar, Mutex, MutexGuard};
 use crate::wake::Wake;
 use std::collections::VecDeque;
-use std::sync::PoisonError;
+use std::os::fd::RawFd;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Every error names a file. An error that concerns no file in particular, such as a missing GPU, names the first file
@@ -30,7 +31,44 @@ pub(super) fn internal(text: &str) -> Error {
 pub(super) struct Shared {
     pub(super) state: Mutex<State>,
     pub(super) changed: Condvar,
-    pub(super) inbox: Wake,
+    pub(super) inbox: Inbox,
+}
+
+/// What wakes the engine thread for a message. It has a descriptor until the load has ended: an owner may keep an ended
+/// load for as long as its process lives.
+pub(super) struct Inbox(Mutex<Option<Arc<Wake>>>);
+
+impl Inbox {
+    pub(super) fn new() -> Result<Self> {
+        Ok(Self(Mutex::new(Some(Arc::new(Wake::new()?)))))
+    }
+
+    /// `None` once the load has ended: nobody reads messages then.
+    fn wake(&self) -> Option<Arc<Wake>> {
+        lock(&self.0).clone()
+    }
+
+    /// The descriptor to wait on, for the engine thread, which ends the load itself; -1 afterwards.
+    pub(super) fn fd(&self) -> RawFd {
+        self.wake().map_or(-1, |wake| wake.fd())
+    }
+
+    pub(super) fn notify(&self) {
+        if let Some(wake) = self.wake() {
+            wake.notify();
+        }
+    }
+
+    fn clear(&self) {
+        if let Some(wake) = self.wake() {
+            wake.clear();
+        }
+    }
+
+    fn close(&self) {
+        let closed = lock(&self.0).take();
+        drop(closed);
+    }
 }
 
 #[derive(Default)]
@@ -84,7 +122,7 @@ impl Shared {
             unviewed: layout.wants_per_block(),
             ..State::default()
         };
-        Ok(Shared { state: Mutex::new(state), changed: Condvar::new(), inbox: Wake::new()? })
+        Ok(Shared { state: Mutex::new(state), changed: Condvar::new(), inbox: Inbox::new()? })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -113,6 +151,7 @@ impl Shared {
         self.changed.notify_all();
         drop(state);
         drop(unread);
+        self.inbox.close();
     }
 
     /// Waits until `found` finds something in the state, and returns that; `None` if `timeout` passes first.
@@ -142,13 +181,12 @@ impl Shared {
 mod models {
     use super::*;
     use crate::sync::Builder;
-    use std::sync::Arc;
 
     #[test]
     fn the_engine_thread_hears_every_message_and_its_end_is_heard() {
         loom::model(|| {
             let shared =
-                Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), inbox: Wake::new().unwrap() });
+                Arc::new(Shared { state: Mutex::default(), changed: Condvar::new(), inbox: Inbox::new().unwrap() });
             let engine = shared.clone();
             let thread = Builder::new().spawn(move || {
                 let (mut taken, mut cancelled) = (0, false);
@@ -160,7 +198,8 @@ mod models {
                         }
                     }
                     if !(taken == 1 && cancelled) {
-                        engine.inbox.wait(-1);
+                        let wake = engine.inbox.wake().unwrap();
+                        wake.wait(-1);
                     }
                 }
                 engine.end(Ok(()));

@@ -148,6 +148,16 @@ impl Kept {
     }
 }
 
+/// Closes all files of this process that stay open between reads. Reads that are under way go on, and the next read of a file
+/// opens it.
+pub fn close_kept() {
+    let taken: Vec<_> = {
+        let mut kept = lock(KEPT.get());
+        std::iter::from_fn(|| take_least_recent(&mut kept)).collect()
+    };
+    close(taken.into_iter());
+}
+
 /// Takes the file that was used least recently out of the list.
 fn take_least_recent(kept: &mut Vec<KeptFile>) -> Option<(Arc<Files>, u32)> {
     loop {

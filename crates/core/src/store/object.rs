@@ -53,6 +53,8 @@ pub struct Traffic {
     pub connections: u64,
     /// Requests that failed and were sent again for what was missing.
     pub retries: u64,
+    /// Those of them that failed because the server had too much to do (429, 503).
+    pub busy: u64,
     /// Requests whose last part was asked for on another connection, because theirs was slower than the others.
     pub moved: u64,
     /// Bytes of bodies that were received.
@@ -63,10 +65,11 @@ pub struct Traffic {
 
 impl std::ops::AddAssign for Traffic {
     fn add_assign(&mut self, other: Traffic) {
-        let Traffic { requests, connections, retries, moved, received, gaps } = other;
+        let Traffic { requests, connections, retries, busy, moved, received, gaps } = other;
         self.requests += requests;
         self.connections += connections;
         self.retries += retries;
+        self.busy += busy;
         self.moved += moved;
         self.received += received;
         self.gaps += gaps;

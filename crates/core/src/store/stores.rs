@@ -129,12 +129,26 @@ enum Kind {
     Azure(Environment),
 }
 
-/// The store with these settings. The last few are kept: a program may open the shards of a checkpoint one
-/// by one, and what is known of servers then need not be found out each time.
+/// The last stores that were made: a program may open the shards of a checkpoint one by one, and what is known of servers
+/// then need not be found out each time.
+#[cfg(feature = "remote")]
+static MADE: Mutex<Vec<MadeStore>> = Mutex::new(Vec::new());
+#[cfg(feature = "remote")]
+type MadeStore = (Kind, StorageSettings, Arc<dyn Store>);
+
+/// Keeps no store, and so no credential and no address of a server, for the next open. Checkpoints keep theirs.
+pub fn forget_stores() {
+    #[cfg(feature = "remote")]
+    {
+        // Another thread may have held the lock when this process was forked. What somebody uses now is not idle.
+        let forgotten = MADE.try_lock().map(|mut made| std::mem::take(&mut *made));
+        drop(forgotten);
+    }
+}
+
+/// The store with these settings: a known one, or a new one.
 #[cfg(feature = "remote")]
 fn made(kind: Kind, settings: &StorageSettings) -> Arc<dyn Store> {
-    type Made = (Kind, StorageSettings, Arc<dyn Store>);
-    static MADE: Mutex<Vec<Made>> = Mutex::new(Vec::new());
     const MOST: usize = 4;
     let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((.., store)) = made.iter().find(|(of, known, _)| *of == kind && known == settings) {

@@ -17,11 +17,11 @@ use std::time::Instant;
 
 const STALL: Duration = Duration::from_secs(20);
 
-/// Tests whose threads must not panic share it.
-static PANICS: RwLock<()> = RwLock::new(());
+/// A test that does something to every handle of the process has it for itself, the others share it.
+static HANDLES: RwLock<()> = RwLock::new(());
 
 struct Made {
-    _no_panics: Option<RwLockReadGuard<'static, ()>>,
+    _shared: Option<RwLockReadGuard<'static, ()>>,
     file: tempfile::NamedTempFile,
     bytes: Vec<u8>,
     kept: Arc<Kept>,
@@ -29,17 +29,17 @@ struct Made {
 }
 
 fn made(size: u64, most: u64) -> Made {
-    let made = unguarded(size, most);
-    Made { _no_panics: Some(PANICS.read().unwrap_or_else(PoisonError::into_inner)), ..made }
+    let made = unshared(size, most);
+    Made { _shared: Some(HANDLES.read().unwrap_or_else(PoisonError::into_inner)), ..made }
 }
 
-fn unguarded(size: u64, most: u64) -> Made {
+fn unshared(size: u64, most: u64) -> Made {
     let file = tempfile::NamedTempFile::new().unwrap();
     let bytes: Vec<u8> = (0..size).map(|i| (i ^ i >> 8 ^ i >> 16) as u8).collect();
     std::fs::write(file.path(), &bytes).unwrap();
     let kept = Arc::new(Kept::new(Files::from_paths(&[file.path()]).unwrap()));
     let ahead = Ahead::new(kept.clone(), most, 0, STALL);
-    Made { _no_panics: None, file, bytes, kept, ahead }
+    Made { _shared: None, file, bytes, kept, ahead }
 }
 
 impl Made {
@@ -132,6 +132,8 @@ fn every_byte_comes_whatever_is_asked_for_and_in_whatever_order() {
 #[test]
 fn what_is_asked_for_in_order_is_read_once_and_is_there_before_it_is_wanted() {
     let made = made(8 * MIB, 64 * MIB);
+    // Two threads that need the file at once may both open it. From here on it is open.
+    drop(made.kept.open(0).unwrap());
     let (step, began) = (64 << 10, Instant::now());
     for number in 0..8 * MIB / step {
         made.same(&[number * step..(number + 1) * step]);
@@ -236,8 +238,8 @@ fn a_caller_that_gives_up_is_let_go() {
 
 #[test]
 fn a_panic_of_a_thread_reaches_who_waits_for_it() {
-    let _panics = PANICS.write().unwrap_or_else(PoisonError::into_inner);
-    let made = unguarded(2 * MIB, 64 * MIB);
+    let _alone = HANDLES.write().unwrap_or_else(PoisonError::into_inner);
+    let made = unshared(2 * MIB, 64 * MIB);
     trip("penstock-ahead");
     let block = made.get(&[0..10]);
     let direct = made.get(&[MIB..2 * MIB]);
@@ -251,7 +253,8 @@ fn a_panic_of_a_thread_reaches_who_waits_for_it() {
 
 #[test]
 fn threads_end_before_a_fork_and_start_again() {
-    let made = made(2 * MIB, 64 * MIB);
+    let _alone = HANDLES.write().unwrap_or_else(PoisonError::into_inner);
+    let made = unshared(2 * MIB, 64 * MIB);
     made.same(&[0..10]);
     stop_reading_ahead(STALL);
     assert_eq!(lock(&made.ahead.0.state).threads, 0);
@@ -262,6 +265,7 @@ fn threads_end_before_a_fork_and_start_again() {
 
 #[test]
 fn the_process_keeps_64_descriptors() {
+    let _alone = HANDLES.write().unwrap_or_else(PoisonError::into_inner);
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), [7; 100]).unwrap();
     let many: Vec<_> = (0..100).map(|_| Kept::new(Files::from_paths(&[file.path()]).unwrap())).collect();

@@ -9,6 +9,7 @@ pub(super) struct Counts {
     pub(super) requests: Counter,
     pub(super) connections: Counter,
     pub(super) retries: Counter,
+    pub(super) busy: Counter,
     pub(super) moved: Counter,
     pub(super) received: Counter,
     pub(super) gaps: Counter,
@@ -29,11 +30,12 @@ impl Counter {
 
 impl Counts {
     pub(super) fn traffic(&self) -> Traffic {
-        let Counts { requests, connections, retries, moved, received, gaps } = self;
+        let Counts { requests, connections, retries, busy, moved, received, gaps } = self;
         Traffic {
             requests: requests.get(),
             connections: connections.get(),
             retries: retries.get(),
+            busy: busy.get(),
             moved: moved.get(),
             received: received.get(),
             gaps: gaps.get(),

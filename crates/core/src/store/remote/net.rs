@@ -561,6 +561,7 @@ impl<W: Wires> Net<W> {
     /// Asks for the rest of a request that has brought `got` bytes again, after a pause, or gives it up.
     fn again(&mut self, fetch: RangeRequest, got: u64, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
         self.counts.retries.add(1);
+        self.counts.busy.add(is_busy(&e).into());
         fetch.reads.into_iter().for_each(|read| self.tried(read, got, &e, pause, told));
     }
 

@@ -1,0 +1,22 @@
+//! What is left in the process between loads: for `penstock.quiesce`.
+
+use crate::errors::raise;
+use crate::guard::{answer, Answer};
+use penstock::{load, source};
+use pyo3::prelude::*;
+use std::time::Duration;
+
+/// Ends what loads have left in this process; waits `patience` seconds at most. The bytes of memory that were given back.
+#[pyfunction]
+pub(crate) fn quiesce<'py>(py: Python<'py>, reason: &str, patience: f64) -> Answer<'py, u64> {
+    answer(py, || {
+        let patience = Duration::try_from_secs_f64(patience.max(0.0)).unwrap_or(Duration::MAX);
+        py.detach(|| load::quiesce(reason, patience)).map_err(|e| raise(py, &e))
+    })
+}
+
+/// Loads of this process that hand out of leased files now, and reads that hang in the kernel and were left behind.
+#[pyfunction]
+pub(crate) fn under_way(py: Python<'_>) -> Answer<'_, (usize, usize)> {
+    answer(py, || Ok((py.detach(load::Leased::under_way), source::quarantined())))
+}
