@@ -488,6 +488,7 @@ def calls() -> dict[str, Callable[[Any], Any]]:
     return found
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("what", NO_FILES)
 def test_what_safetensors_does_not_open_is_refused_in_its_words(around, loaded, what):
     for call, open_it in calls().items():

@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import penstock
 import pytest
 from penstock.synthetic.synth import Tensor
 
 pytest.importorskip("safetensors")
 
-LINE = Path(penstock.__file__).parent.parent / "penstock_patch.pth"
-#: What the interpreter does with a folder of installed packages; in a wheel the file lies in one.
+ROOT = Path(__file__).parent.parent
+#: What penstock-patch installs, a package of its own.
+LINE = ROOT / "patch" / "penstock_patch.pth"
+#: What the interpreter does with a folder of installed packages; the wheel puts the file in one.
 START = f"import site; site.addsitedir({str(LINE.parent)!r})\n"
 
 

@@ -440,7 +440,10 @@ class Patch:
             return sorted(_routing.places) if self in _routing.patches else []
 
     def undo(self) -> None:
-        """Ends this patch. When all patches have ended, every name is what it was. A second call does nothing."""
+        """Ends this patch. When all patches have ended, every name is what it was. A second call does nothing.
+
+        A function that a program kept elsewhere (in a closure, as a default argument) calls safetensors again.
+        """
         _routing.end(self)
 
     def __enter__(self) -> Patch:
@@ -469,7 +472,8 @@ def patch() -> Patch:
         ...
         patched.undo()
 
-    ``PENSTOCK_PATCH=1`` in the environment does the same for a program that you cannot edit.
+    ``python -m penstock.run script.py`` does the same for a program that you cannot edit; ``PENSTOCK_PATCH=1`` in the
+    environment for all that it starts, where the package penstock-patch is installed.
 
     Patches may be nested, and undone in any order: the names are put back when the last patch is undone. Files that
     were opened before then stay usable. Any thread may call it. Loads that are running are not affected.
