@@ -16,6 +16,7 @@ from ._choices import Storage
 from ._core import CacheFill, Options, __version__, release_staging
 from ._errors import (
     AccessError,
+    BusyError,
     CancelledError,
     ChangedError,
     DeviceError,
@@ -44,6 +45,7 @@ from ._errors import (
     UnsupportedError,
     WriteError,
 )
+from ._events import set_logger
 from ._job import Job
 from ._late_imports import importing
 from ._report import Report
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from ._destination import Destination
     from ._joined import joined
     from ._patch import Patch, patch
+    from ._quiesce import quiesce
     from ._safe_open import load_file, safe_open
     from ._save import save, save_file
     from ._sharded import broadcast, get_sharded
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessError",
+    "BusyError",
     "CacheFill",
     "CancelledError",
     "ChangedError",
@@ -103,10 +107,12 @@ __all__ = [
     "load_file",
     "open",
     "patch",
+    "quiesce",
     "release_staging",
     "safe_open",
     "save",
     "save_file",
+    "set_logger",
     "torch_dtype",
 ]
 
@@ -128,6 +134,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of this modul
                 from . import _destination as module
             elif name == "joined":
                 from . import _joined as module
+            elif name == "quiesce":
+                from . import _quiesce as module
             elif name == "torch_dtype":
                 from . import _torch as module
             else:

@@ -12,7 +12,8 @@ from . import _core, _load
 from ._choices import ORDERS, Framework, Order, Scope, Storage, check_choice, check_variant
 from ._core import Options
 from ._device import CPU
-from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError
+from ._errors import ArgumentTypeError, InvalidError, NotACheckpointError, NotFoundError, PenstockError
+from ._events import Seen, observe
 from ._framework import Adapter
 from ._frameworks import device_for, make_adapter
 from ._job import Job
@@ -70,6 +71,13 @@ class Checkpoint:
     (2 before 10), tensors by their offset. It holds no open file and no data. Threads may share it, and a forked child
     may use it.
     """
+
+    _named: Any = None
+    """What it was opened as."""
+    _engine: str | None = None
+    """Whose loader has opened it."""
+    _within: Seen | None = None
+    """What operators see its loads as parts of, if that is one thing."""
 
     def __init__(self, core: _core.Checkpoint, snapshot: Snapshot | None = None, listed: Digests | None = None) -> None:
         self._core = core
@@ -215,7 +223,7 @@ class Checkpoint:
             device: "cpu", "cuda", "cuda:1", the number of a GPU, or a torch.device. With torch also "meta" (nothing is
                 read) and devices that only torch reaches, such as "xpu".
             names: Which tensors: a glob ("model.layers.0.*"), a list of names and globs, or a function that takes a
-                name and returns True or False. None loads all.
+                name and returns True or False. None loads all. The name of a tensor is no glob, however it looks.
             dtype: Casts F16, BF16, F32 and F64 tensors to this dtype, on the device. Other tensors are not cast. "raw"
                 gives the bytes of every tensor instead, as uint8 of shape (nbytes,).
             framework: Whose tensors to make: "pt" (torch, the default if it is installed), "np" (numpy), "jax", "tf",
@@ -248,9 +256,9 @@ class Checkpoint:
             InvalidError: placements that a tensor cannot have, or that do not go with another argument.
             PenstockError: any other failure, with the name of the file.
         """
-        with _gathering(group) as together:
+        with observe("load", self) as seen, _gathering(group) as together:
             request, adapter = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
-            return _load.load(request._replace(group=together), adapter, progress)
+            return _load.load(request._replace(group=together, seen=seen), adapter, progress)
 
     def start(
         self,
@@ -270,9 +278,15 @@ class Checkpoint:
         The arguments and errors are those of `load`. Memory on a GPU is allocated here, on the calling thread. With
         ``group`` the call returns when all ranks have made it.
         """
-        with _gathering(group) as together:
-            request, adapter = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
-            return Job(request._replace(group=together), adapter)
+        seen = observe("start", self)
+        try:
+            with _gathering(group) as together:
+                prepared = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
+                request, adapter = prepared
+                return Job(request._replace(group=together, seen=seen), adapter)
+        except BaseException as error:
+            seen.begin().end(error)
+            raise
 
     def stream(
         self,
@@ -307,9 +321,16 @@ class Checkpoint:
         The other arguments, and the errors, are those of `load`; give them by name. ``progress`` is False by default.
         """
 
+        seen = observe("stream", self)
+
         def prepared() -> tuple[Request, Adapter]:
             made = options if window is None else make_options(options, window=window)
-            return self._prepare(device, names, dtype, framework, made, slices, order)
+            try:
+                request, adapter = self._prepare(device, names, dtype, framework, made, slices, order)
+            except BaseException as error:
+                seen.begin().end(error)
+                raise
+            return request._replace(seen=seen), adapter
 
         if group is None:
             request, made = prepared()
@@ -368,6 +389,7 @@ class Checkpoint:
             into: A torch module (its parameters and persistent buffers are filled), a mapping of names to torch tensors
                 or numpy arrays, or a list of `Destination`. They may be on several devices, and they may be strided.
                 Of a DTensor the local shard is filled, with the part of the tensor that its placements give this rank.
+                If FSDP2 under TP does not divide a dimension evenly, the shard's size says who has divided it.
                 Tied tensors of a module or mapping are loaded once; the checkpoint needs only one of their names. A
                 U8 tensor takes the bytes of any dtype of 8 bits. A few are filled through a temporary copy, and the
                 report lists them in ``copied_through``: numpy arrays with negative strides, and destinations with
@@ -396,7 +418,7 @@ class Checkpoint:
         with importing():
             from . import _into
 
-        with _gathering(group) as together:
+        with observe("load_into", self) as seen, _gathering(group) as together:
             check_choice("order", order, ORDERS)
             if _into.is_list(into):
                 if names is not None or slices is not None:
@@ -404,7 +426,7 @@ class Checkpoint:
                 selection = Selection(self._core, [], [])
             else:
                 selection = select(self._core, names, slices)
-            request = Request(self, selection, CPU, make_options(options), order, together)
+            request = Request(self, selection, CPU, make_options(options), order, together, seen=seen)
             report = _into.load_into(request, into, strict, progress)
         self._last_report = report
         return report
@@ -424,7 +446,18 @@ class Checkpoint:
             scope: Which ranks read for each other, as in `Options`: "world" (all) or "node" (those of one node).
 
         Returns:
-            A `Plan`: bytes and reads of each rank and node, and their sums.
+            A `Plan`, a dictionary whose keys are attributes too. ``alone`` is a load of each rank without the others,
+            ``together`` one load of all. Sizes are in bytes, and reads those past the page cache:
+
+            - ``nbytes``: the size of the checkpoint; ``wanted_bytes``: what the ranks want, in sum.
+            - ``alone_bytes``, ``together_bytes``: what the storage gives to all. ``sent_bytes``: what ranks send.
+            - ``nodes``: for each node ``together_bytes``, ``alone_bytes``, and what it exchanges with other nodes,
+              ``sent_bytes`` and ``received_bytes``.
+            - ``ranks``: for each rank ``rank``, ``node``, ``wanted_bytes``, ``together_bytes`` in ``reads`` reads,
+              ``parcels`` (those that others want too), ``sent_bytes``, ``received_bytes``, ``alone_bytes`` in
+              ``alone_reads`` reads.
+
+            ``plan.seconds(...)`` gives the least time of both, from rates.
 
         Raises:
             UnknownTensorError, SliceError: a rank wants what is not there.
@@ -477,7 +510,11 @@ class Checkpoint:
         files, ask = self._all_files(stall_timeout), self._listed
         if ask is not None:
             listed = {**patiently(lambda: ask(files), stall_timeout), **listed}
-        return _digest.digests(files, listed, progress, stall_timeout, self._core)
+        with observe("verify", self) as seen:
+            found = _digest.digests(files, listed, progress, stall_timeout, self._core, seen)
+            if damaged := next((digest.error for digest in found if digest.error is not None), None):
+                seen.end(damaged)
+        return found
 
     def _all_files(self, stall_timeout: float | None = None) -> list[str]:
         """The shard files, then the other files of the snapshot that this was opened as."""
@@ -567,7 +604,17 @@ def open(
         InvalidError: ``source`` is not a path or such an address. Another scheme is a FileNotFoundError too. Or
             ``variant`` is given for something else than a folder.
     """
-    return open_as("source", source, stall_timeout, storage, variant=variant)
+    try:
+        return open_as("source", source, stall_timeout, storage, variant=variant)
+    except PenstockError as error:
+        seen_failing(source, error)
+        raise
+
+
+def seen_failing(source: Source, error: PenstockError) -> None:
+    """Operators see of the opening of a checkpoint that it has failed, and otherwise its loads."""
+    known = isinstance(source, (str, os.PathLike, list, tuple))
+    observe("open", source if known else None).begin().end(error)
 
 
 def open_as(
@@ -588,7 +635,7 @@ def open_as(
             core = _core.Checkpoint.open(paths, stall_timeout, storage, variant=variant)
             if isinstance(source, OneFile) and core.files() != paths:
                 raise NotACheckpointError("this is a folder or an index, not a shard file", path=source.path)
-            return Checkpoint(core)
+            return _opened(Checkpoint(core), source)
         except NotFoundError as error:
             if not isinstance(source, str) or is_web(source):
                 raise
@@ -602,7 +649,7 @@ def open_as(
     lacking = None
     try:
         snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
-        return Checkpoint(_hub.open_snapshot(snapshot, stall_timeout, variant), snapshot)
+        return _opened(Checkpoint(_hub.open_snapshot(snapshot, stall_timeout, variant), snapshot), source)
     except NotFoundError as error:
         if error is absent or not network or not _hub.asks_network(source):
             raise
@@ -613,7 +660,17 @@ def open_as(
         from . import _hub_network
 
     try:
-        return Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage, variant))
+        return _opened(
+            Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage, variant)), source
+        )
     finally:
         warn_of_unchecked()
         lacking = None
+
+
+def _opened(checkpoint: Checkpoint, source: Source) -> Checkpoint:
+    """A checkpoint that knows what it was opened as."""
+    checkpoint._named = source if isinstance(source, (str, os.PathLike)) else list(source)
+    if isinstance(source, OneFile):
+        checkpoint._engine = "patch"
+    return checkpoint

@@ -79,6 +79,7 @@ def received(
             load.take(want)
         load.wait()
     finally:
+        _running.over(load)
         load.close()
         if reports is not None:
             reports.append(load.report())

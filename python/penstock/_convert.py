@@ -23,6 +23,7 @@ from ._described import Described
 from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotACheckpointError, NotFoundError
+from ._events import around, observe
 from ._paths import is_web, local_path, source_path
 from ._progress import Progress
 from ._report import Report
@@ -177,7 +178,7 @@ def convert(
         if len(sources) > 1 or not str(source).startswith("hf://"):
             source_path(source, "sources")
     target = Path(local_path(directory, "directory", written=True))
-    with ExitStack() as until:
+    with around(observe("convert", list(sources))), ExitStack() as until:
         tensors, metadata, read_from = _source(sources, kind, order, storage, until, variant)
         if kind is not None:
             tensors = _cast(tensors, kind)

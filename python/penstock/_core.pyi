@@ -19,13 +19,17 @@ __all__ = [
     "Lookout",
     "Mesh",
     "Options",
+    "Pass",
     "Reader",
     "Save",
     "Seat",
     "Shares",
+    "Standing",
     "View",
     "__version__",
     "authorities",
+    "bound",
+    "built",
     "ceiling",
     "certificates",
     "contents",
@@ -40,6 +44,7 @@ __all__ = [
     "pack_wants",
     "probe",
     "proxy",
+    "quiesce",
     "release_staging",
     "residency",
     "stall_timeout",
@@ -49,6 +54,7 @@ __all__ = [
     "storage_settings",
     "traffic",
     "unchecked_hosts",
+    "under_way",
     "unwritable",
     "warm",
 ]
@@ -77,6 +83,8 @@ class Options:
         scope: Scope | None = None,
         peer_timeout: float | None = None,
         join_timeout: float | None = None,
+        ports: str | None = None,
+        bind: str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
     def __reduce__(self) -> tuple[Callable[[], Options], tuple[()]]: ...
@@ -112,6 +120,10 @@ class Options:
     def peer_timeout(self) -> float: ...
     @property
     def join_timeout(self) -> float: ...
+    @property
+    def ports(self) -> str: ...
+    @property
+    def bind(self) -> str: ...
     @property
     def trace(self) -> str: ...
     @staticmethod
@@ -294,12 +306,12 @@ class Save:
 class Lookout:
     """A rank that answers at ``host``, and watches the others, while no load of them is under way."""
 
-    def __new__(cls, host: str) -> Lookout: ...
+    def __new__(cls, host: str, options: Options, known: Pass) -> Lookout: ...
     @property
     def pulse(self) -> int:
         """The port at which it answers."""
-    def watch(self, rank: int, pulses: Sequence[tuple[str, int]], silence: float) -> None:
-        """Watches the others from now on. pulses: (host, pulse) of all. silence: seconds without an answer."""
+    def watch(self, pulses: Sequence[tuple[str, int, bytes]], silence: float) -> None:
+        """Watches the others from now on. pulses: (host, pulse, token) of all. silence: seconds without an answer."""
     def look(self) -> None:
         """Raises PeerError if a rank was stopped."""
     def close(self) -> None:
@@ -336,24 +348,36 @@ def stop_reading_ahead(patience: float) -> None:
     """Ends the threads of all readers of this process and waits for them, at most `patience` seconds."""
 
 @final
-class Seat:
-    """A rank's own address, before it knows those of the others: it listens at ``host``, on a port of its own."""
+class Pass:
+    """What a rank shows the others: its number, 16 random bytes, a proof of the key in its environment if it has one.
 
-    def __new__(cls, host: str) -> Seat: ...
+    Raises InvalidError for a key that is none, and what the system says of the file that is to have it.
+    """
+
+    def __new__(cls, rank: int, token: bytes) -> Pass: ...
+    def mark(self) -> str:
+        """What others find out with whether they have the same key; "" without one."""
+    def matches(self, rank: int, token: bytes, mark: str) -> bool:
+        """Whether a rank with this token and mark has the same key, or none as this one."""
+
+@final
+class Seat:
+    """A rank's own address, before it knows those of the others: it listens at ``host``, at two ports."""
+
+    def __new__(cls, host: str, options: Options, known: Pass) -> Seat: ...
     @property
     def port(self) -> int: ...
     @property
     def pulse(self) -> int:
         """The port at which others ask whether this rank is there."""
-    def watch(self, pulses: Sequence[tuple[str, int]], silence: float) -> None:
-        """Watches the other ranks from now on. pulses: (host, pulse) of all. silence: seconds without an answer."""
+    def watch(self, pulses: Sequence[tuple[str, int, bytes]], silence: float) -> None:
+        """Watches the others from now on. pulses: (host, pulse, token) of all. silence: seconds without an answer."""
     def look(self, ranks: Sequence[int]) -> None:
         """Raises PeerError if one of these ranks is not there any more. One that has failed is not there either."""
     def close(self) -> None:
         """Listens no more."""
     def join(
         self,
-        rank: int,
         addresses: Sequence[tuple[str, int] | None],
         token: bytes,
         timeout: float,
@@ -363,8 +387,36 @@ class Seat:
 
         go_on is asked every 50 ms whether to go on waiting; what it raises is raised.
 
-        Raises PeerError if a rank does not come within ``timeout`` seconds.
+        Raises PeerError if a rank does not come within ``timeout`` seconds, cannot be reached, or has another key.
         """
+
+@final
+class Standing:
+    """Connections that stand between loads: a process that ends closes its own. It listens at ``host``, at one port."""
+
+    def __new__(cls, host: str, options: Options, known: Pass) -> Standing: ...
+    @property
+    def port(self) -> int: ...
+    def join(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        pulses: Sequence[tuple[str, int, bytes]],
+        token: bytes,
+        timeout: float,
+        silence: float,
+        go_on: Callable[[], bool] | None = None,
+    ) -> None:
+        """Connects to all others, and listens no more. addresses, token, go_on: as `Seat.join` takes them.
+
+        pulses: (host, pulse, token) of all. silence: seconds without an answer.
+
+        Raises PeerError if a rank does not come within ``timeout`` seconds, is gone, cannot be reached, or has another
+        key.
+        """
+    def closed(self) -> list[tuple[int, int | None]]:
+        """Ranks that have closed their connection, and for which rank each has given up (None: it has not said so)."""
+    def close(self, blamed: int | None = None) -> None:
+        """Closes them. blamed: the rank for which this one gives up."""
 
 @final
 class Mesh:
@@ -562,6 +614,12 @@ class View:
     def __dlpack__(self, *, stream: object = None, **kwargs: object) -> object: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+def bound(bind: str) -> str | None:
+    """The address that ``bind=`` means: itself, or one of an interface. None: it is empty.
+
+    Raises InvalidError if it is neither, or this machine has no such interface.
+    """
+
 def ceiling(
     measure: str,
     paths: Sequence[str | PathLike[str]] | None = None,
@@ -590,6 +648,9 @@ def warm(path: str, threads: int = 0, stall_timeout: float | None = None) -> int
     """Reads the file into the page cache; bytes resident afterwards. Ctrl-C raises, and so do `stall_timeout` seconds
     in which nothing is read (StalledError; None is as in `open`)."""
 
+def built() -> tuple[str, str, list[str], bool]:
+    """(commit or "unknown", target, Cargo features, whether it is optimised) of this extension module."""
+
 def probe(path: str) -> dict[str, Any]:
     """What the machine and the file system of `path` offer: for `penstock doctor`."""
 
@@ -608,6 +669,13 @@ def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
 def stall_timeout(value: float | None = None) -> float:
     """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else
     the default. Raises ValueError for what is no such time."""
+
+def quiesce(reason: str, patience: float) -> int:
+    """Ends what loads have left in this process, and gives back idle staging memory: how many bytes. Waits `patience`
+    seconds at most. Threads that were told to end may do so a moment later."""
+
+def under_way() -> tuple[int, int]:
+    """Loads of this process that hand out of leased files now; reads that hang in the kernel and were left behind."""
 
 def release_staging() -> int:
     """Gives staging memory that no load uses back to the system, with its registrations and GPU contexts.

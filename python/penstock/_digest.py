@@ -22,10 +22,13 @@ from ._errors import (
     ReadError,
     StalledError,
 )
+from ._event_words import Measured
+from ._events import NOTHING, Seen
 from ._hub import Expected, expected_digest
 from ._paths import is_web
 from ._patience import asking, patiently, stalled
 from ._progress import INTERVAL, Meter, Progress
+from ._running import under_way
 
 _CHUNK = 4 << 20
 """Bytes per read. hashlib lets other threads run meanwhile; much larger chunks would leave the processor's cache."""
@@ -60,6 +63,7 @@ def digests(
     progress: Progress = False,
     stall_timeout: float | None = None,
     core: _core.Checkpoint | None = None,
+    seen: Seen = NOTHING,
 ) -> list[Digest]:
     """Hashes files, several at once, and compares each with what is known of it.
 
@@ -69,6 +73,7 @@ def digests(
         progress: As in `Checkpoint.load`.
         stall_timeout: Seconds in which the file system answers nothing before it counts as hung; None: as in `open`.
         core: The checkpoint whose files are the first ones, in its order. Those on servers are read through it.
+        seen: What operators see of it.
 
     Returns:
         One per path, in their order.
@@ -76,7 +81,8 @@ def digests(
     Raises:
         StalledError: the file system hangs; names a file that is waited for.
     """
-    return _Hashing(paths, listed or {}, core, _core.stall_timeout(stall_timeout)).run(progress)
+    with under_way(f"a verification of {len(paths)} files"):
+        return _Hashing(paths, listed or {}, core, _core.stall_timeout(stall_timeout)).run(progress, seen)
 
 
 def raise_for(found: Sequence[Digest]) -> None:
@@ -111,7 +117,7 @@ class _Hashing:
         self._stop = threading.Event()
         self._finished = threading.Event()
 
-    def run(self, progress: Progress) -> list[Digest]:
+    def run(self, progress: Progress, seen: Seen = NOTHING) -> list[Digest]:
         stall = self._stall
         sizes = patiently(lambda: [self._size(i) for i in range(len(self._paths))], stall) if self._paths else []
         # The largest first: otherwise it may be alone at the end
@@ -120,7 +126,7 @@ class _Hashing:
         # Daemons: a read that hangs in the kernel must not keep the process from ending
         threads = [threading.Thread(target=self._work, name=f"penstock-hash-{i}", daemon=True) for i in range(count)]
         patience = _PATIENCE
-        with Meter(progress, "verify") as meter:
+        with Meter(progress, "verify", seen) as meter:
             try:
                 for thread in threads:
                     self._start(thread, alone=thread is threads[0])
@@ -142,9 +148,16 @@ class _Hashing:
                     if thread.ident is not None:
                         thread.join(max(0.0, until - time.monotonic()))
             meter.update(self._bytes(), sum(sizes), final=True)
+        if seen is not NOTHING:
+            seen.count(self._measured())
         if self._failure is not None:
             raise self._failure
         return [self._done[i] for i in range(len(self._paths))]
+
+    def _measured(self) -> Measured:
+        distant = sum(nbytes for i, nbytes in self._read.items() if is_web(self._paths[i]))
+        nbytes = self._bytes()
+        return Measured(nbytes=nbytes, sources=(0, nbytes - distant, 0, distant, 0))
 
     def _start(self, thread: threading.Thread, alone: bool) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import platform
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _core
+from ._built import build, unread_patch_variable
 from ._dtypes import DTYPES
 from ._paths import local_path, without_secrets
 from ._report import size_text
@@ -31,11 +33,19 @@ _CHUNK = 4 << 20
 
 
 def _text(path: str) -> str | None:
-    """What a file of /proc or /sys says; None where there is none or it may not be read."""
+    """The text of a file of /proc or /sys; None if the file is missing or unreadable."""
     try:
         return Path(path).read_text("utf-8", "replace").strip()
     except OSError:
         return None
+
+
+def _is_there(path: Path) -> bool:
+    """True if this user can see the path. A container may hide /sys, or parts of it."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _number(path: str) -> int | None:
@@ -59,7 +69,7 @@ def _cgroup() -> dict[str, Any]:
     found: dict[str, Any] = {"version": None, "path": None, "limit": None, "used": None, "cpus": None}
     for line in (_text("/proc/self/cgroup") or "").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0" and controllers == "" and Path("/sys/fs/cgroup/cgroup.controllers").exists():
+        if hierarchy == "0" and controllers == "" and _is_there(Path("/sys/fs/cgroup/cgroup.controllers")):
             version, root, limit_name, used_name = 2, "/sys/fs/cgroup", "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
             version, root, limit_name, used_name = (
@@ -72,7 +82,7 @@ def _cgroup() -> dict[str, Any]:
             continue
         found.update(version=version, path=path)
         # In a container the path may be the host's; the mount then starts at the container's own group
-        at = Path(root + path) if Path(root + path).is_dir() else Path(root)
+        at = Path(root + path) if _is_there(Path(root + path)) else Path(root)
         for group in [at, *at.parents]:
             if not str(group).startswith(root):
                 break
@@ -93,9 +103,18 @@ def _limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def _numa_nodes() -> list[int]:
+    """The numbers of the NUMA nodes; empty if this user cannot see them."""
+    try:
+        names = [one.name for one in Path("/sys/devices/system/node").iterdir()]
+    except OSError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"node(\d+)", name)))
+
+
 def _system() -> dict[str, Any]:
     memory = _meminfo()
-    nodes = sorted(int(p.name[4:]) for p in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    nodes = _numa_nodes()
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -118,31 +137,44 @@ def _system() -> dict[str, Any]:
     }
 
 
+def _mount_line(path: str) -> tuple[list[str], list[str]] | None:
+    """The two halves of the line of mountinfo for the mount that ``path`` is on, or None if no list has it.
+
+    By the mount's number, not by its place: ``/proc/PID/root/models`` is in another process's namespace, where places
+    mean something else. Numbers are those of the whole machine, and some process's list has it.
+    """
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        number = re.search(r"^mnt_id:\s*(\d+)", _text(f"/proc/self/fdinfo/{descriptor}") or "", re.MULTILINE)
+    finally:
+        os.close(descriptor)
+    if number is None:
+        return None
+    for process in itertools.chain(["self"], (one.name for one in Path("/proc").iterdir() if one.name.isdigit())):
+        for line in (_text(f"/proc/{process}/mountinfo") or "").splitlines():
+            if line.startswith(f"{number[1]} "):
+                left, _, right = line.partition(" - ")
+                return left.split(), right.split()
+    return None
+
+
 def _mount(path: str) -> dict[str, Any]:
-    """The file system under ``path``, from /proc/self/mountinfo, and the block device below it."""
+    """The file system under ``path``, and the block device below it."""
     stat = Path(path).stat()
     device = f"{os.major(stat.st_dev)}:{os.minor(stat.st_dev)}"
-    real = os.path.realpath(path)
-    best: tuple[int, list[str], list[str]] | None = None
-    for line in (_text("/proc/self/mountinfo") or "").splitlines():
-        left, _, right = line.partition(" - ")
-        fields = left.split()
-        point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), fields[4])
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and (best is None or len(point) >= best[0]):
-            best = (len(point), fields, right.split())
+    line = _mount_line(path)
     space = os.statvfs(path)
     found: dict[str, Any] = {
         "path": path,
-        "type": best[2][0] if best else None,
-        "mounted_at": best[1][4] if best else None,
-        "from": best[2][1] if best and len(best[2]) > 1 else None,
+        "type": line[1][0] if line else None,
+        "mounted_at": _ESCAPED.sub(lambda found: chr(int(found[1], 8)), line[0][4]) if line else None,
+        "from": line[1][1] if line and len(line[1]) > 1 else None,
         "device": device,
         "free_bytes": space.f_bavail * space.f_frsize,
     }
     queue = Path(f"/sys/dev/block/{device}")
     for where in (queue / "queue", queue / ".." / "queue"):  # a partition's queue is its disk's
-        if where.is_dir():
+        if _is_there(where):
             found["rotational"] = _number(str(where / "rotational")) == 1
             found["read_ahead_bytes"] = (_number(str(where / "read_ahead_kb")) or 0) * 1024
             found["scheduler"] = _chosen(str(where / "scheduler"))
@@ -150,12 +182,17 @@ def _mount(path: str) -> dict[str, Any]:
     return found
 
 
+def _largest(path: str) -> tuple[int, Path]:
+    """The largest shard of a folder, with its bytes; the path itself, if it has none."""
+    at = Path(path)
+    shards = [at] if at.is_file() else sorted(at.glob("*.safetensors"))
+    return max(((p.stat().st_size, p) for p in shards if p.is_file()), default=(0, at))
+
+
 @contextmanager
 def _sample(path: str) -> Iterator[str | None]:
     """A file to read on the file system of ``path``: its largest shard or a temporary one; None if neither can be."""
-    at = Path(path)
-    shards = [at] if at.is_file() else sorted(at.glob("*.safetensors"))
-    big = max(((p.stat().st_size, p) for p in shards if p.is_file()), default=(0, at))
+    at, big = Path(path), _largest(path)
     if big[0] >= 16 << 20:
         yield str(big[1])
         return
@@ -309,6 +346,8 @@ def _conclusions(found: dict[str, Any]) -> list[str]:
         said.append("torch is not installed: load() gives numpy arrays")
     elif found["frameworks"]["numpy"] and not found["frameworks"]["ml_dtypes"]:
         said.append('framework="np" cannot hold BF16 and F8 unless ml_dtypes is installed')
+    if (unread := unread_patch_variable()) is not None:
+        said.append(unread)
     return said
 
 
@@ -321,10 +360,12 @@ def examine(path: str, *, measure: bool = True) -> dict[str, Any]:
     Path(path).stat()  # raises for what is not there
     found: dict[str, Any] = {
         "penstock": _core.__version__,
+        "build": build(),
         "executable": sys.executable,
         "system": _system(),
         "file_system": _mount(path),
-        "probe": _core.probe(path),
+        # Of an overlay, a file says what it lies on. A folder does not.
+        "probe": _core.probe(str(_largest(path)[1])),
         "gpus": _core.gpus(),
         "frameworks": _frameworks(),
         "dtypes": list(DTYPES),
@@ -368,7 +409,7 @@ def describe(found: dict[str, Any]) -> str:
 
     cgroup = system["cgroup"]
     rows = [
-        ("penstock", found["penstock"]),
+        ("penstock", f"{found['penstock']}, commit {found['build']['commit']}"),
         ("system", f"Linux {system['kernel']} on {system['machine']}, Python {system['python']}"),
         ("CPUs", f"{system['cpus']} usable, NUMA nodes {_say(system['numa_nodes'])}"),
         ("memory", f"{size(system['memory_bytes'])}, {size(system['available_bytes'])} available"),

@@ -266,6 +266,21 @@ class LimitError(PenstockError, OSError):
     kind = "Limit"
 
 
+class BusyError(PenstockError, RuntimeError):
+    """`penstock.quiesce` found something under way.
+
+    Attributes:
+        busy: What is under way, one line each.
+    """
+
+    kind = "Busy"
+    busy: list[str]
+
+    def __init__(self, message: str, *, busy: list[str] | None = None, **more: Any) -> None:
+        super().__init__(message, **more)
+        self.busy = busy or []
+
+
 class ForkedError(PenstockError, RuntimeError):
     """The process forked: a job or handle of the parent was used in the child."""
 
@@ -355,6 +370,7 @@ _BY_KIND: dict[str, type[PenstockError]] = {
         DeviceError,
         OutOfMemoryError,
         LimitError,
+        BusyError,
         ForkedError,
         EngineError,
         InternalError,

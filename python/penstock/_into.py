@@ -12,6 +12,7 @@ from ._collector import collector_paused
 from ._destination import Destination
 from ._device import Device
 from ._errors import InvalidError, MismatchError, PenstockError, SliceError
+from ._events import NOTHING
 from ._fills import Fill, fitted
 from ._frameworks import make_adapter
 from ._late_imports import importing
@@ -236,7 +237,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     copied: list[Fill] = []
     began, cpu = time.perf_counter(), time.process_time()
     try:
-        with Meter(progress, "load_into") as meter:
+        with Meter(progress, "load_into", request.seen) as meter:
             devices = sorted({fill.memory.device for _, fill in straight})
             # Where there is nothing to fill, a load of nothing gives its report; and other ranks wait for this one
             if not devices and (request.group is not None or not roundabout):
@@ -272,6 +273,7 @@ def load_into(request: Request, given: Any, strict: bool, progress: Progress) ->
     report = merged(reports, *took)
     report["missing"], report["unexpected"] = matched.missing, matched.unexpected
     report["copied_through"] = _names([fill for _, fill in roundabout])
+    request.seen.add(report)
     return report
 
 
@@ -290,7 +292,7 @@ class _Detour:
     def __init__(self, request: Request, pairs: list[tuple[int, Fill]], framework: str, device: Device) -> None:
         part = request.selection.part([want for want, _ in pairs])
         self._by_name = {request.selection.names[want]: fill for want, fill in pairs}
-        self._request = request._replace(selection=part, device=device, group=None)
+        self._request = request._replace(selection=part, device=device, group=None, seen=NOTHING)
         self._adapter = make_adapter(framework, part, device, None)
 
     def run(self, copied: list[Fill]) -> Report:

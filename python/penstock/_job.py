@@ -11,6 +11,7 @@ from typing import Any
 from . import _running
 from ._collector import collector_paused
 from ._errors import ArgumentTypeError, CancelledError, InvalidError, PenstockError, StalledError, raise_if_forked
+from ._events import NOTHING
 from ._framework import Adapter
 from ._late_imports import importing
 from ._report import Report, report_of
@@ -58,7 +59,12 @@ class Job:
         # interrupted. A thread that has it already is in a signal handler or a `__del__`: see `_makes`
         self._handing_out = threading.RLock()
         self._makes = False
-        self._load = _running.begin(request, adapter)
+        self._seen, self._told = request.seen.begin(), False
+        try:
+            self._load = _running.begin(request, adapter)
+        except BaseException as error:
+            self._seen.end(error)
+            raise
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until every byte is in place, at most ``timeout`` seconds (None: without limit).
@@ -94,6 +100,7 @@ class Job:
             self._cancelled = True
             self._load.cancel()
         self.close()
+        self._tell(CancelledError("the job was cancelled before it was done"))
 
     def close(self) -> None:
         """Cancels a load that still runs, and frees its memory.
@@ -105,8 +112,13 @@ class Job:
         self._load.close()
         try:
             self._load.wait(0)
-        except PenstockError:
+        except PenstockError as error:
             self._let_go()
+            if not self._cancelled and self._error is None:
+                self._tell(error)
+        else:
+            if self._result is None and not self._makes and not self._cancelled and self._error is None:
+                self._tell(None)  # nobody has asked for the tensors
         if (self._cancelled or self._error is not None) and not self._makes:
             self._let_go()
 
@@ -179,6 +191,15 @@ class Job:
         else:
             self._cancelled = self._result is None
         self.close()
+        self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Operators see its end, and what it had moved by then: once."""
+        if self._told or self._seen is NOTHING:
+            return
+        self._told = True
+        self._seen.add(self._report if self._report is not None else self.report)
+        self._seen.end(error)
 
     def _hand_out(self) -> dict[str, Any]:
         adapter, names = self._adapter, self._names
@@ -204,6 +225,7 @@ class Job:
                 if complete:
                     made[name] = tensor
         self._result = made
+        self._tell(None)
         return made
 
     def __enter__(self) -> Job:

@@ -10,10 +10,11 @@ from typing import Any
 from . import _running
 from ._collector import collector_paused
 from ._errors import raise_if_forked
+from ._events import NOTHING
 from ._framework import Adapter
 from ._job import Job
 from ._progress import INTERVAL, Meter, Progress
-from ._report import Report
+from ._report import Report, report_of
 from ._request import Request
 
 
@@ -23,11 +24,12 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
         # As a stream, so that at no time more than the window exists in both dtypes
         start = time.perf_counter()
         reports: list[Report] = []
-        arrived = dict(stream(request, adapter, progress, reports))
+        arrived = dict(stream(request, adapter, progress, reports, counted=False))
         for report in reports:
             report.handed_out(max(0.0, time.perf_counter() - start - report["seconds"]), cast=adapter.casts)
+            request.seen.add(report)
         return {name: arrived[name] for name in request.selection.names}
-    with Meter(progress, "load") as meter, Job(request, adapter) as job:
+    with Meter(progress, "load", request.seen) as meter, Job(request, adapter) as job:
         _running.await_load(job._load, meter)
         # Until the tensors are the caller's: a collection just before would go through all of them, and find nothing
         with collector_paused():
@@ -35,15 +37,16 @@ def load(request: Request, adapter: Adapter, progress: Progress) -> dict[str, An
 
 
 def stream(
-    request: Request, adapter: Adapter, progress: Progress, reports: list[Report] | None = None
+    request: Request, adapter: Adapter, progress: Progress, reports: list[Report] | None = None, *, counted: bool = True
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name, tensor) as tensors become ready; blocks are granted on the thread that iterates.
 
     ``reports`` gets the report of this load: another thread may have ended a load of the checkpoint since.
+    ``counted``: what operators see of the request ends here, with this report. The caller adds to it otherwise.
     """
     owner, names, finish = os.getpid(), request.selection.names, request.finish
-    with Meter(progress, "load") as meter:
-        load = _running.begin(request, adapter, stream=True)
+    with request.seen if counted else NOTHING, Meter(progress, "load", request.seen) as meter:
+        load, over = _running.begin(request, adapter, stream=True), False
         try:
             if request.device.is_meta:
                 for number, tensor in enumerate(adapter.tensors(load, range(len(names)))):
@@ -80,8 +83,14 @@ def stream(
             report = request.checkpoint._ended(load)
             if reports is not None:
                 reports.append(report)
+            over = True
+            if counted:
+                request.seen.add(report)
             _running.write_trace(load, report)
         finally:
             if os.getpid() == owner:
+                _running.over(load)
                 load.let_go()
                 adapter.let_go()
+                if not over and counted and request.seen is not NOTHING:
+                    request.seen.add(report_of(load.report(), request.checkpoint._core))

@@ -51,7 +51,8 @@ class _Asker(threading.Thread):
             del work  # what it holds on to is the caller's
 
 
-_idle_lock = threading.Lock()
+#: The collector may end a handle within it, whose event is written on such a thread.
+_idle_lock = threading.RLock()
 _idle: list[_Asker] = []
 """Those that wait for work."""
 
@@ -70,7 +71,7 @@ def _dismiss() -> None:
 def _forget() -> None:
     """In a forked child there are none."""
     global _idle_lock
-    _idle_lock = threading.Lock()
+    _idle_lock = threading.RLock()
     _idle.clear()
 
 

@@ -21,7 +21,7 @@ class Plan(dict[str, Any]):
     ``print(plan)`` gives a summary.
 
     Sizes are in bytes. ``alone`` is a load of each rank without the others, ``together`` one load of all (``group=``).
-    docs/api.md describes the keys.
+    `Checkpoint.plan` describes the keys.
     """
 
     def __getattr__(self, key: str) -> Any:

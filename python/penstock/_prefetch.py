@@ -11,7 +11,9 @@ from typing import Any
 
 from . import _running
 from ._errors import CancelledError, InvalidError, PenstockError, UnknownTensorError, raise_if_forked
+from ._events import NOTHING
 from ._framework import Adapter
+from ._report import report_of
 from ._request import Request
 
 
@@ -33,6 +35,7 @@ class PrefetchLoader:
         self._one_at_a_time = threading.RLock()
         self._in_use = False
         self._closed = False
+        self._seen, self._told = request.seen.begin(), False
         self._load = _running.begin(request, adapter, stream=True)
         try:
             if request.device.is_meta:
@@ -46,10 +49,15 @@ class PrefetchLoader:
     def _pump(self, timeout: float | None) -> bool:
         """Takes what is next, waiting for it at most so long; False once there is no more."""
         while True:
-            want = self._load.next(timeout)
+            try:
+                want = self._load.next(timeout)
+            except PenstockError as error:
+                self._tell(error)
+                raise
             if want is None:
                 self._load.wait()
                 self._checkpoint._ended(self._load)
+                self._tell(None)
                 return False
             if want is True:
                 self._adapter.grant(self._load, self._load.wanted_blocks())
@@ -145,9 +153,19 @@ class PrefetchLoader:
         if os.getpid() != self._owner:
             return
         self._closed = True
+        _running.over(self._load)
         self._load.let_go()
         self._here.clear()
         self._adapter.let_go()
+        self._tell(CancelledError("the prefetch loader was closed before its end") if self._left else None)
+
+    def _tell(self, error: PenstockError | None) -> None:
+        """Operators see its end, and what it had moved by then: once."""
+        if self._told or self._seen is NOTHING:
+            return
+        self._told = True
+        self._seen.add(report_of(self._load.report(), self._checkpoint._core))
+        self._seen.end(error)
 
     def __enter__(self) -> PrefetchLoader:
         return self

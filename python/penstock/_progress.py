@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from . import _events
 from ._errors import InvalidError
+from ._event_words import rank_of_process
+from ._events import NOTHING, Seen
 from ._late_imports import importing
 
 Progress = bool | Callable[[int, int], object] | None
@@ -21,17 +23,6 @@ INTERVAL = 0.1
 class _Sink(Protocol):
     def update(self, done: int, total: int) -> None: ...
     def close(self) -> None: ...
-
-
-def _rank() -> int:
-    """This process' rank in a distributed job, 0 outside of one. Never imports torch."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    try:
-        return int(os.environ.get("RANK", "0"))
-    except ValueError:
-        return 0
 
 
 class _Tqdm:
@@ -92,7 +83,7 @@ def _sink(progress: Progress, label: str) -> _Sink | None:
                 f"progress={progress!r}: give True, False, None or a function of (bytes done, bytes in all)"
             )
         return _Call(progress)
-    if _rank() != 0 or (progress is None and not (sys.stderr is not None and sys.stderr.isatty())):
+    if rank_of_process() != 0 or (progress is None and not (sys.stderr is not None and sys.stderr.isatty())):
         return None
     try:
         with importing():
@@ -105,23 +96,33 @@ def _sink(progress: Progress, label: str) -> _Sink | None:
 class Meter:
     """Shows how far a load has come; does nothing, at no cost, where nobody is looking.
 
-    In a distributed job only rank 0 shows a bar. A function is called on every rank.
+    In a distributed job only rank 0 shows a bar. A function is called on every rank. ``seen`` writes lines for
+    operators, also where there is no bar.
     """
 
-    def __init__(self, progress: Progress, label: str) -> None:
+    def __init__(self, progress: Progress, label: str, seen: Seen = NOTHING) -> None:
         self._sink = _sink(progress, label)
+        self._seen = seen
         self._next = 0.0
+        if seen.lines:
+            self._begun = time.monotonic()
+            self._next_line = self._begun + _events.EVERY
 
     @property
     def active(self) -> bool:
         """Whether anybody is looking."""
-        return self._sink is not None
+        return self._sink is not None or self._seen.lines
 
     def update(self, done: int, total: int, *, final: bool = False) -> None:
         """Shows ``done`` of ``total`` bytes, at most every `INTERVAL` seconds unless ``final``."""
-        if self._sink is None:
+        if not self.active:
             return
         now = time.monotonic()
+        if self._seen.lines and now >= self._next_line and not final:
+            self._next_line = now + _events.EVERY
+            self._seen.progress(done, total, now - self._begun)
+        if self._sink is None:
+            return
         if final or now >= self._next:
             self._next = now + INTERVAL
             self._sink.update(done, total)

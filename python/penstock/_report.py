@@ -136,6 +136,32 @@ class Report(dict[str, Any]):
         return f"Report({super().__repr__()})"
 
 
+SOURCES = ("mapped", "buffered", "direct", "network", "rank")
+"""Where bytes come from, in events and metrics."""
+
+
+def sources_of(report: Report) -> dict[str, int]:
+    """The bytes of a load by where they came from, extra ones included; of a save, by how they were written.
+
+    This is the one place that knows what the routes of the core mean to operators. The core receives what is on servers
+    by its route "buffered". A checkpoint may have files on servers and on disks; then what was received twice, after a
+    failed request, is missing in "buffered".
+    """
+    found = dict.fromkeys(SOURCES, 0)
+    if "file_bytes" in report:
+        found["direct"] = report.get("direct_bytes", 0)
+        found["buffered"] = max(0, report["file_bytes"] - found["direct"])
+        return found
+    for route, way in report.get("routes", {}).items():
+        found[route] += way["bytes"]
+    if network := report.get("network"):
+        found["network"] = network["received_bytes"]
+        found["buffered"] -= min(found["buffered"], network["received_bytes"] - network["gap_bytes"])
+    if exchange := report.get("exchange"):
+        found["rank"] = exchange["received_bytes"]
+    return found
+
+
 def report_of(found: dict[str, Any], core: _core.Checkpoint) -> Report:
     """The core's counters of one load of this checkpoint as a report."""
     report = Report(found, warnings=core.warnings())

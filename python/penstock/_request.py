@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol
 from ._choices import ORDERS, Framework, Order, Sequencing, check_choice
 from ._core import Checkpoint, Load, Mesh, Options, Shares
 from ._device import Device
+from ._events import NOTHING, Seen
 from ._framework import Adapter
 from ._frameworks import make_adapter, make_joining
 from ._report import Report
@@ -60,6 +61,8 @@ class Request(NamedTuple):
     """The ranks that load it together."""
     finish: Finish | None = None
     """What makes the caller's tensors of the wants'; None: they are these."""
+    seen: Seen = NOTHING
+    """What operators see of it."""
 
     def as_asked(self, names: Names) -> "Request":
         """The same, but that tensors which were listed are handed out as listed, unless they are wanted by layer."""

@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from . import _core
 from ._errors import PenstockError
 from ._framework import Adapter
 from ._late_imports import importing
+from ._paths import without_secrets
 from ._progress import INTERVAL, Meter
 from ._report import Report
 from ._request import Request
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Begun:
+    """What a load is, for a message. No `NamedTuple`: its annotations would be compiled at each import."""
+
+    __slots__ = ("core", "device", "stream")
+
+    def __init__(self, core: _core.Checkpoint, device: str, stream: bool) -> None:
+        self.core, self.device, self.stream = core, device, stream
+
+
 #: Loads that somebody still has, running or not.
-_begun: weakref.WeakSet[_core.Load] = weakref.WeakSet()
+_begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionary()
+#: Streams that were not closed and have not come to their end.
+_streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
+#: Ranks that watch each other, with what they do in words.
+_companies: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+#: What else is under way, by a number.
+_others: dict[int, str] = {}
+_numbers = itertools.count()
+#: What lets go of something that other modules keep between loads.
+keepers: list[Callable[[], None]] = []
 
 
 def _stop_fills() -> None:
     _core.stop_fills("the process forked", 1)
 
 
+def _forget() -> None:
+    """In a forked child: what is under way there is the parent's."""
+    for known in (_begun, _streams, _companies, _others):
+        known.clear()
+
+
 # A thread that runs during a fork makes Python warn, and the child has none
-os.register_at_fork(before=_stop_fills)
+os.register_at_fork(before=_stop_fills, after_in_child=_forget)
 
 
 @atexit.register
@@ -33,14 +65,14 @@ def _end_all() -> None:
     """Ends what still runs when the interpreter exits: a GPU driver that is being torn down must not be called."""
     _core.exiting()
     _core.stop_fills("the process ends", 0)
-    for load in _still_there():
+    for load, _ in _still_there(_begun):
         load.close()
 
 
-def _still_there() -> list[_core.Load]:
+def _still_there(those: weakref.WeakKeyDictionary[K, V]) -> list[tuple[K, V]]:
     while True:
         try:
-            return list(_begun)
+            return list(those.items())
         except RuntimeError:  # a daemon thread has begun one meanwhile
             continue
 
@@ -62,7 +94,8 @@ def begin(
     together, options, apart = None, request.options, None
     if request.group is not None:
         wanted = selection.part([]) if nothing else selection
-        agreed = request.group.agree(wanted, options, request.order, request.device)
+        with under_way("a load of ranks that come together"):
+            agreed = request.group.agree(wanted, options, request.order, request.device)
         if agreed is not None:
             together, options, apart = agreed
     try:
@@ -89,7 +122,9 @@ def begin(
         if together is not None:
             together[1].close()  # a traceback would keep the connections, and they say that this rank is alive
         raise
-    _begun.add(load)
+    _begun[load] = _Begun(selection.core, request.device.of_core, stream)
+    if stream:
+        _streams.add(load)
     if caller_blocks and not stream and adapter is not None:
         try:
             for first, end in load.grants():  # reads into them begin while the next ones are allocated
@@ -99,6 +134,54 @@ def begin(
             adapter.let_go()
             raise
     return load
+
+
+def over(stream: _core.Load) -> None:
+    """This stream was closed, or has come to its end."""
+    _streams.discard(stream)
+
+
+def watches(company: object, what: str) -> None:
+    """These ranks watch each other from now on, until `watches_no_more`."""
+    _companies[company] = what
+
+
+def watches_no_more(company: object) -> None:
+    """These ranks do not watch each other any more. Idempotent."""
+    _companies.pop(company, None)
+
+
+@contextmanager
+def under_way(what: str) -> Iterator[None]:
+    """Something is under way that is no load, as long as the context lasts."""
+    key = next(_numbers)
+    _others[key] = what
+    try:
+        yield
+    finally:
+        _others.pop(key, None)
+
+
+def all_under_way() -> list[str]:
+    """What is under way in this process, in words: loads, open streams, ranks that watch each other, saves."""
+    found = []
+    for load, begun in _still_there(_begun):
+        if load in _streams or not load.done():
+            first, *more = begun.core.files()
+            place = without_secrets(first) + f" and {len(more)} more files" * bool(more)
+            found.append(f"{'an open stream' if begun.stream else 'a load'} of {place} to {begun.device}")
+    found += [what for _, what in _still_there(_companies)]
+    found += list(_others.values())
+    if leased := _core.under_way()[0]:
+        found.append(f"{leased} loads of an engine that copies out of mapped files")
+    return found
+
+
+def close_ended() -> None:
+    """Waits for the threads of loads that have ended."""
+    for load, _ in _still_there(_begun):
+        if load.done():
+            load.close()
 
 
 def write_trace(load: _core.Load, report: Report) -> None:

@@ -6,12 +6,13 @@ import _thread
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from . import _load
-from ._checkpoint import Checkpoint, Source, open_as
+from ._checkpoint import Checkpoint, OneFile, Source, open_as, seen_failing
 from ._choices import Backend, Framework, Order, Storage
 from ._core import Options
 from ._device import Device
@@ -25,15 +26,18 @@ from ._errors import (
     SliceTypeError,
     UnsupportedError,
 )
+from ._event_words import Measured
+from ._events import NOTHING, observe
 from ._framework import Adapter
 from ._frameworks import check_device, device_for, framework_named, need
 from ._indexing import Indexing, Plan, plan, plan_of_slices
 from ._late_imports import importing
 from ._options import make_options
+from ._paths import is_web
 from ._prefetch import PrefetchLoader
 from ._report import Report
 from ._request import Request, prepare
-from ._selection import Names, Selection, unknown
+from ._selection import Names, Region, Selection, unknown
 from ._single_reads import SingleReads
 
 _SINGLES = 4
@@ -209,9 +213,17 @@ class safe_open:
         self._made_by = need(self._framework)
         self._sliced_by = self._made_by.sliced_by(self._device)
         self._options = make_options(options, **_BACKENDS[backend])
-        self._checkpoint: Checkpoint = open_as(
-            "filename", filename, self._options.stall_timeout, storage, variant=variant
-        )
+        try:
+            self._checkpoint: Checkpoint = open_as(
+                "filename", filename, self._options.stall_timeout, storage, variant=variant
+            )
+        except PenstockError as error:
+            if not isinstance(filename, OneFile):  # or safetensors is asked next, which may open it
+                seen_failing(filename, error)
+            raise
+        self._seen = observe("safe_open", self._checkpoint, kept=True)
+        if self._seen is not NOTHING:
+            self._checkpoint._within = self._seen
         self._closed = False
         self._single = SingleReads(self._checkpoint._core, self._options)
         # Counts requests that found no tensor mapped ahead. Taking a number is one step, so threads need no lock
@@ -240,7 +252,7 @@ class safe_open:
 
     def _load(self, names: Names, slices: Any = None) -> dict[str, Any]:
         prepared = prepare(self._checkpoint, self._device, names, None, self._framework, self._options, slices)
-        return _load.load(*prepared, False)
+        return _load.load(prepared[0]._replace(seen=self._seen.part()), prepared[1], False)
 
     def _whole(self, name: str) -> Any:
         """The tensor called ``name`` of the framework that makes the slices."""
@@ -263,7 +275,7 @@ class safe_open:
         if count <= _FEW_PARTS and self._device.is_cpu:
             made = []
             for region in planned.parts:
-                part = self._single.tensor(number, name, dtype, region, self._sliced_by, self._made_by.slices)
+                part = self._read(number, name, dtype, region, self._sliced_by, self._made_by.slices)
                 if part is None:
                     break
                 made.append(part)
@@ -272,9 +284,30 @@ class safe_open:
         names = [name] if count == 1 else [f"{name} (part {part})" for part in range(count)]
         selection = Selection(core, names, [number] * count, list(planned.parts))
         adapter = self._made_by.slices(selection, self._device)
-        request = Request(self._checkpoint, selection, self._device, self._options, "file")
+        request = Request(self._checkpoint, selection, self._device, self._options, "file", seen=self._seen.part())
         parts = list(_load.load(request, adapter, False).values())
         return parts[0] if count == 1 else self._sliced_by.joined(parts, planned.axis)
+
+    def _read(self, number: int, name: str, dtype: str, region: Region | None, of: Any, adapter: Any) -> Any:
+        """What is read without a load, or None; see `SingleReads.tensor`."""
+        if self._seen is NOTHING:
+            return self._single.tensor(number, name, dtype, region, of, adapter)
+        begun = time.perf_counter()
+        try:
+            tensor = self._single.tensor(number, name, dtype, region, of, adapter)
+        except PenstockError as error:
+            self._seen.fail(error)
+            raise
+        if tensor is not None:
+            info = self._checkpoint[name]
+            nbytes = info.nbytes
+            if region is not None:
+                for part, size in zip(region, info.shape, strict=True):
+                    nbytes = nbytes * len(range(*part)) // max(1, size)
+            near, far = (0, nbytes) if is_web(info.file) else (nbytes, 0)
+            seconds = time.perf_counter() - begun
+            self._seen.count(Measured(nbytes, 1, seconds, (0, near, 0, far, 0), move=seconds))
+        return tensor
 
     def _one(self, name: str) -> Any:
         """The whole tensor called ``name``; from the fifth one on its neighbours in the file are mapped with it."""
@@ -283,7 +316,7 @@ class safe_open:
             number = core.index(name)
             _, dtype, _, shard, _, _ = core.info(number)
             if self._single.is_distant(shard):
-                tensor = self._single.tensor(number, name, dtype, None, self._made_by, self._adapter)
+                tensor = self._read(number, name, dtype, None, self._made_by, self._adapter)
                 if tensor is not None:
                     return tensor
         if not self._reads_ahead:
@@ -447,7 +480,7 @@ class safe_open:
         request, adapter = prepare(checkpoint, where, names, None, self._framework, options, slices)
         if request.finish is not None:
             raise SliceError("prefetch: a plan takes one slice per dimension, and no list of them")
-        return PrefetchLoader(request, adapter)
+        return PrefetchLoader(request._replace(seen=self._seen.part()), adapter)
 
     def tensors(self, names: Names = None, order: Order = "file") -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) and reads ahead. ``names`` and ``order`` are those of `Checkpoint.stream`."""
@@ -462,6 +495,7 @@ class safe_open:
         self._closed = True
         self._ahead.clear()
         self._single.release()
+        self._seen.end(error if isinstance(error, PenstockError) else None)
 
 
 def load_file(
@@ -487,4 +521,6 @@ def load_file(
         The errors of `penstock.open` and of `Checkpoint.load`.
     """
     opened = safe_open(filename, framework, device, backend=backend, options=options, storage=storage)
-    return opened.get_tensors()
+    opened._seen.called("load_file")
+    with opened._seen:
+        return opened.get_tensors()

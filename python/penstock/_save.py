@@ -11,7 +11,7 @@ from importlib import import_module
 from operator import mul
 from typing import Any
 
-from . import _core
+from . import _core, _running
 from ._choices import LAYOUTS, ORDERS, Layout, Order, check_choice
 from ._core import Options
 from ._described import Described
@@ -27,6 +27,7 @@ from ._errors import (
     PenstockError,
     WriteError,
 )
+from ._events import observe
 from ._options import make_options
 from ._paths import local_path
 from ._progress import INTERVAL, Meter, Progress
@@ -232,48 +233,50 @@ def _write(
     *,
     checkpoint: bool,
 ) -> tuple[Report, list[str]]:
-    check_choice("layout", layout, LAYOUTS)
-    check_choice("order", order, ORDERS)
-    if not isinstance(fsync, bool):
-        raise InvalidError(f"fsync={fsync!r}: give True or False")
-    made = make_options(options)
-    if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(f"tensors: expected a dict of tensors by name, but got a {type(tensors).__name__}")
-    found = {name: describe(name, value) for name, value in tensors.items()}
-    _synchronize(list(found.values()))
-    described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
-    listed = list(found.items())
-    keep = [d.keep for d in found.values()]
-    with Meter(progress, "save") as meter:
-        save = _core.Save.start(
-            folder,
-            name,
-            described,
-            _checked(metadata),
-            made,
-            layout=layout,
-            order=order,
-            most=most,
-            sync=fsync,
-            checkpoint=checkpoint,
-            keep=keep,
-        )
-        try:
-            while True:
-                over = save.wait(INTERVAL if meter.active else None)
-                wanted = save.wanted()
-                if wanted is not None:
-                    number, memory = wanted
-                    _fill(*listed[number], memory)
-                    save.supplied()
-                elif over:
-                    break
-                meter.update(*save.progress())
-            meter.update(*save.progress(), final=True)
-            report = Report(save.report(), tensors=len(found), fsync=fsync)
-            return report, save.files()
-        finally:
-            save.close()
+    with observe("save", f"{folder}/{name}" if not checkpoint else folder) as seen:
+        check_choice("layout", layout, LAYOUTS)
+        check_choice("order", order, ORDERS)
+        if not isinstance(fsync, bool):
+            raise InvalidError(f"fsync={fsync!r}: give True or False")
+        made = make_options(options)
+        if not isinstance(tensors, Mapping):
+            raise ArgumentTypeError(f"tensors: expected a dict of tensors by name, but got a {type(tensors).__name__}")
+        found = {name: describe(name, value) for name, value in tensors.items()}
+        _synchronize(list(found.values()))
+        described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
+        listed = list(found.items())
+        keep = [d.keep for d in found.values()]
+        with _running.under_way(f"a save to {folder}"), Meter(progress, "save", seen) as meter:
+            save = _core.Save.start(
+                folder,
+                name,
+                described,
+                _checked(metadata),
+                made,
+                layout=layout,
+                order=order,
+                most=most,
+                sync=fsync,
+                checkpoint=checkpoint,
+                keep=keep,
+            )
+            try:
+                while True:
+                    over = save.wait(INTERVAL if meter.active else None)
+                    wanted = save.wanted()
+                    if wanted is not None:
+                        number, memory = wanted
+                        _fill(*listed[number], memory)
+                        save.supplied()
+                    elif over:
+                        break
+                    meter.update(*save.progress())
+                meter.update(*save.progress(), final=True)
+                report = Report(save.report(), tensors=len(found), fsync=fsync)
+                seen.add(report)
+                return report, save.files()
+            finally:
+                save.close()
 
 
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: Layout) -> bytes:
@@ -325,7 +328,10 @@ def save_file(
         tensors: Tensors by name: of torch (on the CPU or GPUs), of numpy or JAX, or what ``framework="dlpack"`` loads
             (of any dtype, also F4 and F6). Tensors that are not contiguous, or are on other devices, are copied a few
             at a time.
-        filename: The file. An old file is replaced when the new one is whole, not before.
+        filename: The file. An old file is replaced when the new one is whole, not before; so is a symbolic link. It
+            has the mode that the umask gives, or that of an old file of the same owner and group. If the owner
+            differs, it has what old mode and umask both allow, and never setuid or setgid; if only the group differs,
+            this holds for the permissions of the group.
         metadata: A dict of strings for the header. None writes none.
         layout: "aligned": the data begins at a page, and the order of the tensors keeps large ones aligned. "compact":
             the order and padding of safetensors' own writer.
@@ -338,8 +344,9 @@ def save_file(
             ``stall_timeout`` have an effect.
 
     Returns:
-        A report: ``nbytes``, ``file_bytes``, ``seconds``, ``sync_seconds``, ``gbps``, ``writes``, ``direct_bytes``,
-        ``threads``, ``peak_staging``, ``fallbacks``.
+        A report: ``nbytes``, ``file_bytes``, ``tensors``, ``seconds``, ``sync_seconds``, ``fill_seconds`` and
+        ``write_seconds`` (sums over threads), ``gbps``, ``writes``, ``direct_bytes``, ``threads``, ``peak_staging``,
+        ``fallbacks``, ``fsync``.
 
     Raises:
         InvalidError: a name, the metadata or an argument is invalid.

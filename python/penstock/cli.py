@@ -39,6 +39,8 @@ from ._errors import (
     StalledError,
     UnsupportedError,
 )
+from ._event_words import Measured
+from ._events import NOTHING, observe
 from ._frameworks import FRAMEWORKS
 from ._load import load
 from ._options import make_options, options_listed
@@ -291,6 +293,8 @@ _OPTIONS = {
     "scope": ("world|node", "which ranks read for each other: all, or those of one machine"),
     "peer_timeout": ("SECONDS", "of ranks that load together: fail if one says nothing for so long (5)"),
     "join_timeout": ("SECONDS", "how long a rank waits for the others before a load (300)"),
+    "ports": ("FIRST-LAST", "the ports at which a rank listens for the others (any)"),
+    "bind": ("PLACE", "the address or the interface at which it listens"),
     "trace": ("FILE", "write what happened when, as --trace does"),
 }
 
@@ -349,7 +353,8 @@ def _load(args: argparse.Namespace) -> None:
     )
     if bytes_alone:
         adapter.misaligned = True  # as for torch: a tensor that the file misaligns stays in the mapping
-    state = load(request, adapter, False if args.no_progress or args.json else None)
+    with observe("load", checkpoint) as seen:
+        state = load(request._replace(seen=seen), adapter, False if args.no_progress or args.json else None)
     report = checkpoint.last_report
     assert report is not None
     del state
@@ -537,10 +542,14 @@ def _page_cache(args: argparse.Namespace) -> None:
     paths = _open(args, args.stall_timeout).files
     evict = args.command == "evict"
     files: list[dict[str, Any]] = []
-    for path in paths:
-        before, nbytes, _ = _core.residency(path, args.stall_timeout)
-        after = _core.evict(path) if evict else _core.warm(path, args.threads, args.stall_timeout)
-        files.append({"path": path, "nbytes": nbytes, "resident_before": before, "resident_bytes": after})
+    with NOTHING if evict else observe("warm", args.source) as seen:
+        for path in paths:
+            begun = time.perf_counter()
+            before, nbytes, _ = _core.residency(path, args.stall_timeout)
+            after = _core.evict(path) if evict else _core.warm(path, args.threads, args.stall_timeout)
+            files.append({"path": path, "nbytes": nbytes, "resident_before": before, "resident_bytes": after})
+            took = time.perf_counter() - begun
+            seen.count(Measured(nbytes, 0, took, (0, max(0, after - before), 0, 0, 0), move=took, cache_hits=before))
     resident, nbytes = sum(f["resident_bytes"] for f in files), sum(f["nbytes"] for f in files)
     ok = resident == 0 if evict else resident >= nbytes
 
@@ -782,6 +791,16 @@ def _synth(args: argparse.Namespace) -> None:
     _print(args, document, text)
 
 
+class _Version(argparse.Action):
+    """Prints what this build is, line by line: argparse's own action would wrap it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from ._built import described
+
+        sys.stdout.write(described() + "\n")
+        parser.exit()
+
+
 def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParser:
     """The parser of all commands; with the arguments of `bench` and `selftest`, which their folders know, if asked."""
     parser = Parser(
@@ -790,7 +809,8 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
         epilog="exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, "
         "4 verify has no digest to compare with, 77 selftest finds no GPU, 130 interrupted",
     )
-    parser.add_argument("--version", action="version", version=f"penstock {_core.__version__}")
+    help = "show version, commit, features and platform, and exit"
+    parser.add_argument("--version", action=_Version, nargs=0, help=help)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:

@@ -41,11 +41,14 @@ PARTS = {
     "fences": (["test_pool.py", "test_streams.py", "test_memory.py", "test_saving.py"], 110),
     "ranks": (["test_ranks.py"], 40),
     "peers": (["test_peers.py"], 230),
-    # Last: one of its tests breaks a context on purpose
+    # One of its tests breaks a context on purpose
     "processes": (["test_processes.py"], 100),
+    "daemon": (["test_daemon.py"], 450),
 }
+#: Parts that need a package which this suite does not.
+NEEDS = {"daemon": "vllm"}
 #: Seconds of a test before it is given up, where that is not the usual.
-LONGER = {"facts": 60, "processes": 60, "ranks": 35}
+LONGER = {"facts": 60, "processes": 60, "ranks": 35, "daemon": 440}
 #: Seconds kept for writing the report.
 LAST = 4.0
 #: How often a part goes on after a test that took its process with it.
@@ -109,17 +112,23 @@ class Run:
     def part(self, name: str) -> bool:
         """Whether nothing of it failed."""
         files, most = PARTS[name]
-        begun, limit = time.monotonic(), min(most, self.left())
+        needs = NEEDS.get(name)
+        if needs is not None and importlib.util.find_spec(needs) is None:
+            results.note(part=name, ended=f"skipped: {needs} is not installed in this environment", seconds=0)
+            return True
+        slower = SLOWER_ON_THE_FAKE if os.environ.get("PENSTOCK_SELFTEST_FAKE") == "1" else 1
+        begun, limit = time.monotonic(), min(most * slower, self.left())
         if limit < 15:
             results.note(part=name, ended="no time left", seconds=0)
             return False
         deadline, ended = begun + limit, "cut off"
         environment = dict(self.environment)
-        fake = os.environ.get("PENSTOCK_SELFTEST_FAKE") == "1"
-        one_test = LONGER.get(name, ONE_TEST) * (SLOWER_ON_THE_FAKE if fake else 1)
+        one_test = LONGER.get(name, ONE_TEST) * slower
         if name == "peers":  # one test, with an end of its own
             one_test = int(most) + 60
             environment["PENSTOCK_SELFTEST_PEERS"] = str(max(10.0, limit - 15))
+        if name == "sweep":  # the tables behind the one of options need time too
+            environment.setdefault("PENSTOCK_SELFTEST_SWEEP", str(min(45.0, limit / 4)))
         for _ in range(TRIES):
             status = self._pytest(files, environment, deadline - time.monotonic(), one_test)
             environment["PENSTOCK_SELFTEST_GO_ON"] = "1"
