@@ -66,7 +66,7 @@ def test_a_quarter_of_the_columns_is_such_a_load(write, monkeypatch, caplog):
     assert of["nbytes"] == 1 << 20
     of["exchange"] = OFF  # as of a rank of a group
     loads = Loads(torch.device("cpu"), None)
-    loads.recorders = [SimpleNamespace(run=lambda model, group: of)]
+    loads.recorders = [SimpleNamespace(run=lambda model, group: of, end=lambda: None)]
     with caplog.at_level(logging.WARNING, "penstock"):
         loads.run(torch.nn.Module())
     assert "MB were read for 1.05 MB that this rank wants, 4.0 times as many: row-parallel" in caplog.text

@@ -584,6 +584,7 @@ except here.NotMapped as why:
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("left", [0, 1, 2, 3])
 def test_a_shortage_of_descriptors_is_a_reason_and_no_error(path: Path, left: int):
     found = in_a_process(SHORT, path, left)

@@ -6,18 +6,23 @@ The engines are large, and want other versions of packages than the other tests.
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import ordeal
 import pytest
 from on_cpu import ENVIRONMENT
+from penstock.integrations import _fetched
 from quantised import quantise
 from tiny_models import CONFIGS, add_draft, inverted, write
 
@@ -25,6 +30,10 @@ from tiny_models import CONFIGS, add_draft, inverted, write
 os.environ.update(ENVIRONMENT)
 
 HERE = Path(__file__).parent
+
+#: A choice of models, for tools/engine_versions.py. Ranks are forks of the process of the tests, which has imported
+#: vLLM: to import it takes 30 s of a processor.
+CHOSEN = os.environ.get("PENSTOCK_TEST_ENGINES_CHOSEN") == "1"
 
 #: The worlds that models are loaded in, as arguments of vLLM.
 WORLDS: dict[str, dict[str, Any]] = {
@@ -36,7 +45,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 #: Seconds until a world is given up: 15 s on an idle machine, most of it imports.
-PATIENCE = 600
+PATIENCE = 600 * ordeal.load_factor()
 
 
 def ranks_of(world: str) -> int:
@@ -46,8 +55,13 @@ def ranks_of(world: str) -> int:
 
 #: Quantised checkpoints.
 QUANTISED = [
-    *(f"{model}.{form}" for model in ("llama", "qwen3-moe") for form in ("ct-fp8", "ct-wna16", "gptq", "awq")),
+    *(
+        f"{model}.{form}"
+        for model in ("llama", "qwen3-moe")
+        for form in ("fp8", "ct-fp8", "ct-wna16", "gptq", "awq", "modelopt-fp4", "ct-nvfp4", "modelopt-fp8")
+    ),
     "deepseek.ct-fp8",
+    "deepseek.modelopt-fp4",
     "gpt-oss.mxfp4",
     *(f"wide-{model}.fp8-blocks" for model in ("llama", "qwen3-moe", "deepseek")),
 ]
@@ -62,6 +76,8 @@ WORLDS_OF_VARIANTS = ("tp1", "tp2")
 def models_of(world: str) -> list[str]:
     """The models that a world loads. vLLM refuses expert parallel ranks for a model without experts."""
     plain = [name for name in CONFIGS if name != "llama" or not WORLDS[world].get("enable_expert_parallel")]
+    if CHOSEN:
+        return [*plain, "llama.gptq"] if world == "tp2" else []
     return plain + (["llava", *QUANTISED, *DRAFTS] if world in WORLDS_OF_VARIANTS else [])
 
 
@@ -88,6 +104,53 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return find
 
 
+class Forked:
+    """A fork of this process that does the same as a program of this folder. It has what is used of a `Popen`."""
+
+    def __init__(self, program: str, arguments: list[str], output: IO[bytes]) -> None:
+        import vllm.model_executor.models.registry as registry
+
+        # vLLM asks another process what a model is like, and that one imports it
+        registry._run_in_subprocess = lambda look: look()
+        self._process = multiprocessing.get_context("fork").Process(
+            target=self._do, args=(program, arguments, output.fileno())
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    @staticmethod
+    def _do(program: str, arguments: list[str], output: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.argv = [program, *arguments]
+        importlib.import_module(program).main()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout or 0)
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def started(program: str, arguments: list[str], output: IO[bytes]) -> Any:
+    """A program of this folder, in a process and a session of its own."""
+    if CHOSEN:
+        return Forked(program, arguments, output)
+    command = [sys.executable, str(HERE / f"{program}.py"), *arguments]
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
 class World:
     """What the ranks of one world made of all models."""
 
@@ -108,10 +171,10 @@ class World:
         return found
 
 
-def run_world(
+def specified(
     world: str, models: dict[str, Path], folder: Path, more: dict[str, list[dict[str, Any]]] | None = None
-) -> World:
-    """One process for each rank. As soon as one fails, or time is up, all are ended: the others would wait for it.
+) -> Path:
+    """The file that tells `vllm_rank` what to load, in the folder where the ranks meet and leave their results.
 
     ``more``: by model, arguments of each rank for its load with Penstock.
     """
@@ -133,12 +196,23 @@ def run_world(
     }
     specification = folder / "specification.json"
     specification.write_text(json.dumps(spec))
+    return specification
+
+
+def run_world(
+    world: str, models: dict[str, Path], folder: Path, more: dict[str, list[dict[str, Any]]] | None = None
+) -> World:
+    """One process for each rank. As soon as one fails, or time is up, all are ended: the others would wait for it.
+
+    ``more``: as in `specified`.
+    """
+    ranks = ranks_of(world)
+    specification = specified(world, models, folder, more)
     logs = [folder / f"{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("wb") as output:
-            command = [sys.executable, str(HERE / "vllm_rank.py"), str(specification), str(rank)]
-            processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+            processes.append(started("vllm_rank", [str(specification), str(rank)], output))
     with ThreadPoolExecutor(ranks) as pool:
         waiting = {pool.submit(process.wait, PATIENCE) for process in processes}
         trouble = ""
@@ -177,3 +251,14 @@ def alone(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     from vllm_model import configured, joined
 
     joined(configured({"model": str(checkpoint("qwen3-moe"))}), 1, 0, tmp_path_factory.mktemp("alone") / "meeting")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary folders are made. In the end all of them are removed."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    _fetched.remove_all()
+    assert list(folder.iterdir()) == []

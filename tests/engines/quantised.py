@@ -6,8 +6,11 @@ No kernel computes with them here. What counts is that they have the names, shap
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ GROUP = 64
 BLOCK = 128
 """Rows and columns that share a scale, in FP8 with block scales."""
 
+SIXTEEN = 16
+"""Columns that share a scale, in NVFP4."""
+
 _SIZES = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1, "I64": 8}
 
 #: The weights that formats quantise: those of linear layers, without routers, embeddings and heads.
@@ -30,10 +36,7 @@ _LINEAR = re.compile(
 
 def tensor(dtype: str, *shape: int) -> tuple[str, list[int], bytes]:
     """A tensor of random bytes."""
-    nbytes = _SIZES[dtype]
-    for n in shape:
-        nbytes *= n
-    return dtype, list(shape), random.randbytes(nbytes)
+    return dtype, list(shape), random.randbytes(_SIZES[dtype] * math.prod(shape))
 
 
 def _fp8_blocks(name: str, rows: int, columns: int) -> Tensors:
@@ -86,6 +89,46 @@ def _mxfp4(name: str, *shape: int) -> Tensors:
     }
 
 
+def _scale(*shape: int) -> tuple[str, list[int], bytes]:
+    """Scales as a checkpoint has them: small positive numbers."""
+    count = math.prod(shape)
+    return "F32", list(shape), struct.pack(f"<{count}f", *(random.uniform(0.001, 0.01) for _ in range(count)))
+
+
+def _fp8_scales(*shape: int) -> tuple[str, list[int], bytes]:
+    """Scales in FP8: positive numbers, no NaN."""
+    return "F8_E4M3", list(shape), bytes(random.choices(range(0x30, 0x60), k=math.prod(shape)))
+
+
+def _nvfp4(name: str, rows: int, columns: int) -> Tensors:
+    """As ModelOpt saves it: two elements in a byte, 16 share a scale, and all of a matrix share another one."""
+    return {
+        f"{name}.weight": tensor("U8", rows, columns // 2),
+        f"{name}.weight_scale": _fp8_scales(rows, columns // SIXTEEN),
+        f"{name}.weight_scale_2": _scale(),
+        f"{name}.input_scale": _scale(),
+    }
+
+
+def _packed_nvfp4(name: str, rows: int, columns: int) -> Tensors:
+    """The same in compressed-tensors, whose scales of a matrix are the reciprocals."""
+    return {
+        f"{name}.weight_packed": tensor("U8", rows, columns // 2),
+        f"{name}.weight_scale": _fp8_scales(rows, columns // SIXTEEN),
+        f"{name}.weight_global_scale": _scale(1),
+        f"{name}.input_global_scale": _scale(1),
+    }
+
+
+def _fp8_matrix(name: str, rows: int, columns: int) -> Tensors:
+    """As ModelOpt saves it: one scale for a matrix, and one for what it is multiplied with."""
+    return {
+        f"{name}.weight": tensor("F8_E4M3", rows, columns),
+        f"{name}.weight_scale": _scale(),
+        f"{name}.input_scale": _scale(),
+    }
+
+
 def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -98,6 +141,14 @@ def _compressed(form: str, weights: dict[str, Any], activations: dict[str, Any] 
     }
 
 
+def _four_bits(dynamic: bool | str) -> dict[str, Any]:
+    kind = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": SIXTEEN, "symmetric": True}
+    return {**kind, "dynamic": dynamic}
+
+
+#: The modules that ModelOpt leaves alone: the head, and routers. A name without a wildcard is any part of one for vLLM.
+_PLAIN = ["lm_head", "*.mlp.gate", "*.mlp.gate.*"]
+
 #: By format: what a configuration says of it, and the tensors in place of a weight.
 FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Tensors]]] = {
     "fp8-blocks": (
@@ -109,6 +160,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Tensors]]] = {
         },
         _fp8_blocks,
     ),
+    "fp8": ({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}, _fp8_matrix),
     "ct-fp8": (
         _compressed(
             "float-quantized",
@@ -140,6 +192,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Tensors]]] = {
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
         _awq,
     ),
+    "modelopt-fp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": SIXTEEN, "ignore": _PLAIN},
+        _nvfp4,
+    ),
+    "ct-nvfp4": (_compressed("nvfp4-pack-quantized", _four_bits(False), _four_bits("local")), _packed_nvfp4),
+    "modelopt-fp8": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": _PLAIN}, _fp8_matrix),
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}, _mxfp4),
 }
 
@@ -167,6 +225,17 @@ def quantise(folder: Path, form: str) -> None:
 
     edited(folder, change)
     path = folder / "config.json"
-    if form == "fp8-blocks":
+    if form in ("fp8", "fp8-blocks"):
         settings = {**settings, "modules_to_not_convert": plain}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+
+
+def unreadable(folder: Path, to: Path, about: dict[str, Any] | None) -> Path:
+    """A copy of a checkpoint whose configuration alone can be read. ``about``: what that says of quantisation."""
+    shutil.copytree(folder, to)
+    for path in to.glob("*.safetensors"):
+        path.write_bytes(b"nothing that anybody can read")
+    if about is not None:
+        path = to / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": about}))
+    return to

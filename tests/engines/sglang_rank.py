@@ -1,13 +1,14 @@
-"""One rank of SGLang: does tasks with its real loader, each in a process of its own, and writes down what came of them.
+"""Ranks of SGLang: do tasks with its real loader, each in a process of its own, and write down what came of them.
 
-    python sglang_rank.py SPEC.json RANK
+    python sglang_rank.py SPEC.json
 
-The specification has the number of ranks, the tasks in order, each with a port to meet at, and where the results go.
-Importing SGLang takes seconds, so that is done once: every task is a fork of the process that has.
+The specification has a log for each rank, the tasks in order, each with a port to meet at, and where the results go.
+Importing SGLang takes 30 s of a processor, so that is done once: ranks and tasks are forks of the process that has.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
@@ -76,9 +77,8 @@ class Rank:
 
     def join(self, folder: str, **more: Any) -> ModelConfig:
         """Makes SGLang's groups and publishes the configuration, as its scheduler does."""
-        args = ServerArgs(
-            model_path=folder, device="cpu", dtype="bfloat16", tp_size=self.size, skip_tokenizer_init=True, **more
-        )
+        fixed = {"device": "cpu", "dtype": "bfloat16", "tp_size": self.size, "skip_tokenizer_init": True}
+        args = ServerArgs(model_path=folder, **{**fixed, **more})
         if not torch.distributed.is_initialized():
             parallel_state.init_distributed_environment(
                 self.size, self.rank, f"tcp://127.0.0.1:{self.port}", self.rank, "gloo", timeout=60
@@ -187,7 +187,7 @@ def kept(model: torch.nn.Module, byte: int) -> list[str]:
     return sorted(
         name
         for name, one in model.named_parameters()
-        if bool((one.detach().contiguous().view(torch.uint8) == byte).all())
+        if bool((one.detach().contiguous().view(-1).view(torch.uint8) == byte).all())
     )
 
 
@@ -338,6 +338,36 @@ def address(rank: Rank, place: str, weights: str, extra: list[dict[str, Any]], t
         "names": names,
         "kept": [path.name for path in [folder] if path.exists()],
     }
+
+
+def logged(rank: Rank, folder: str, index: str, bandwidth: int, none: str, empty: str) -> Any:
+    """A slow load, one from a disk, two updates that fail, a load that fails, and one more: what SGLang logs of them is
+    what it is about."""
+    import penstock
+    from penstock import _events
+    from sglang.srt.utils.common import configure_logger
+
+    load_plugins()
+    config = rank.join(folder)
+    # As its scheduler does it
+    configure_logger(ServerArgs(model_path=folder, device="cpu"), prefix=f" TP{rank.rank}")
+    _events.EVERY = 0.3
+    os.environ["PENSTOCK_LOG"] = "json"
+
+    def load(**extra: Any) -> torch.nn.Module:
+        return rank.load(config, "penstock", model_loader_extra_config=json.dumps(extra))
+
+    load(weights=index, storage={"bandwidth": bandwidth})
+    model = load()
+    said = [updater(model, config).update_weights_from_disk(place, "penstock") for place in (none, empty)]
+    config = rank.join(folder)
+    try:
+        load(weights=none)
+    except penstock.NotFoundError as error:
+        said.append((False, str(error)))
+    del os.environ["PENSTOCK_LOG"]
+    load()
+    return {"said": said}
 
 
 def one_version(
@@ -582,6 +612,7 @@ def _other_iterators() -> None:
 def _files_chosen_later() -> None:
     choose = DefaultModelLoader._get_weights_iterator
 
+    @functools.wraps(choose)  # its form is as it was
     def _get_weights_iterator(self: Any, *args: Any, **kwargs: Any) -> Any:
         yield from choose(self, *args, **kwargs)
 
@@ -591,6 +622,7 @@ def _files_chosen_later() -> None:
 def _another_loader() -> None:
     load = DefaultModelLoader.load_model
 
+    @functools.wraps(load)  # its form is as it was
     def load_model(self: Any, **kwargs: Any) -> Any:
         return load(DefaultModelLoader(LoadConfig(load_format="safetensors")), **kwargs)
 
@@ -633,8 +665,7 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
     expected = digests(rank.load(config, "safetensors"))
     found = {"known": known, "different": None}
     if known:
-        if kind != "steps":
-            found["strict"] = _caught(rank.load, config, "penstock")
+        found["strict"] = _caught(rank.load, config, "penstock")
         for _ in range(2):
             mine = rank.load(config, "penstock", model_loader_extra_config=OWN_WAY)
             found["different"] = different(expected, digests(mine))
@@ -644,25 +675,58 @@ def drift(rank: Rank, folder: str, kind: str) -> Any:
     return found | {"said": list(dict.fromkeys(rank.lines.of_penstock())), "errors": rank.lines.errors()}
 
 
+def untried(rank: Rank, folder: str) -> Any:
+    """Loads with an SGLang of a release that nobody has tried, in which nothing else is different."""
+    import sglang
+    from penstock.integrations import _drift
+    from penstock.integrations._known import SGLANG
+
+    load_plugins()
+    config = rank.join(folder)
+    expected = digests(rank.load(config, "safetensors"))
+    found: dict[str, Any] = {"tested": _drift.is_tested(SGLANG, sglang.__version__), "loads": []}
+    rank.load(config, "penstock")
+    found["before"] = rank.lines.of_penstock()
+    sglang.__version__ = "0.9.0"
+    for _ in range(2):
+        mine = rank.load(config, "penstock")
+        found["loads"] += [one["loads"] for one in reports()]
+    return found | {"different": different(expected, digests(mine)), "said": rank.lines.of_penstock()}
+
+
 TASKS: dict[str, Callable[..., Any]] = {
     one.__name__: one
     for one in [
         *(compare, fallback, outside, adapter, elsewhere, address),
-        *(one_version, updates, failures, parses, drift),
+        *(logged, one_version, updates, failures, parses, drift, untried),
     ]
 }
 
 
-def main() -> None:
+def main(functions: dict[str, Callable[..., Any]]) -> None:
     torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
-    spec, number = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    ranks = []
+    for number, log in enumerate(spec["logs"]):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            with Path(log).open("wb") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            do(spec, number, functions)
+            os._exit(0)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
+
+
+def do(spec: dict[str, Any], number: int, functions: dict[str, Callable[..., Any]]) -> None:
+    """The tasks of one rank."""
     for task in spec["tasks"]:
         out = Path(f"{spec['out']}.{task['name']}.{number}.json")
         child = os.fork()
         if child == 0:
-            signal.alarm(task.get("limit", 120))  # ends a process that hangs
+            signal.alarm(task.get("limit", 600))  # ends a process that hangs
             try:
-                found = TASKS[task["do"]](Rank(spec["size"], number, task["port"]), **task.get("with", {}))
+                found = functions[task["do"]](Rank(spec["size"], number, task["port"]), **task.get("with", {}))
             except BaseException:
                 found = {"error": traceback.format_exc()}
             out.write_text(json.dumps(found))
@@ -677,4 +741,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(TASKS)

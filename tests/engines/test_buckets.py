@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +25,6 @@ import penstock
 import pytest
 from conftest import DRAFTS, HERE, WORLDS, World, ranks_of, run_world
 from penstock.integrations._engine import Chosen
-from penstock.integrations._fetched import remove_all
 from penstock.integrations._recorder import Recorder
 from penstock.integrations._remote import RemoteWeights
 from penstock.integrations._start_report import report
@@ -380,17 +378,6 @@ def test_a_model_that_is_not_there(server: Server, alone: None, temporary: Path)
         vllm_model.configured(args, "penstock")
     assert caught.value.path == "s3://models/none/"
     assert list(temporary.iterdir()) == []
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary folders are made."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    yield folder
-    remove_all()
-    assert list(folder.iterdir()) == []
 
 
 @contextmanager

@@ -12,8 +12,11 @@ What is compared is what vLLM has before it processes weights for its kernels. O
 | compressed-tensors WNA16 | Llama, Qwen3-MoE | Qwen3-MoE: `copy_` of each expert's `weight_shape`, from I64 to BF16 |
 | GPTQ, AWQ | Llama, Qwen3-MoE | none |
 | MXFP4 | GPT-OSS | as without a format |
+| ModelOpt FP8, compressed-tensors NVFP4 | Llama, Qwen3-MoE | none |
+| ModelOpt NVFP4 | Llama, Qwen3-MoE, DeepSeek-V3 | none |
 
-vLLM makes all of these on a CPU without its compiled operators. FP8 with block scales needs one stub (stubs.py). Not
+vLLM makes all of these on a CPU without its compiled operators. Some need stubs in place of checks for kernels
+(stubs.py). What vLLM makes of the last two rows, and what it quantises while it loads: `test_vllm_formats.py`. Not
 reached here:
 
 | what | why |

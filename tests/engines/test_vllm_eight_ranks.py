@@ -16,7 +16,7 @@ RANKS = 8
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_deepseek_with_fp8_blocks(rank: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
-    stubs.make_layers_of_fp8_blocks(monkeypatch)
+    stubs.make_quantised_layers(monkeypatch)
     group = parallel_state.get_tp_group()
     monkeypatch.setattr(group, "world_size", RANKS)
     monkeypatch.setattr(group, "rank_in_group", rank)

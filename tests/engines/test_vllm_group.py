@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import ordeal
 import pytest
 import slow_fs
-from conftest import HERE
+from conftest import started
 from test_vllm_lora import adapter
 
 __all__ = ["adapter"]  # a fixture
@@ -24,7 +23,7 @@ __all__ = ["adapter"]  # a fixture
 #: Past the page cache, which would hide what is read twice.
 TOGETHER = {"exchange": "on", "cache": "bypass", "gap": 0}
 #: Seconds that tell a hang from work: most are the imports of vLLM.
-PATIENCE = 400
+PATIENCE = 400 * ordeal.load_factor()
 
 
 def until(there: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
@@ -57,13 +56,12 @@ class Group:
 
 
 @contextmanager
-def group(place: Path, ranks: int, do: str, **given: Any) -> Iterator[Group]:
+def group(place: Path, ranks: int, do: str, program: str = "vllm_group.py", **given: Any) -> Iterator[Group]:
     place.mkdir()
     spec = place / "specification.json"
     spec.write_text(json.dumps({"folder": str(place), "ranks": ranks, "do": do, "with": given}))
     with (place / "log").open("wb") as log:
-        command = [sys.executable, str(HERE / "vllm_group.py"), str(spec)]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = started(program.removesuffix(".py"), [str(spec)], log)
     try:
         yield Group(place, ranks, process)
     finally:

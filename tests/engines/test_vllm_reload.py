@@ -20,8 +20,7 @@ from penstock.integrations._recorder import Recorder
 from penstock.integrations._reload import Reloader
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm_model import addresses, configured, current, digests, poison
+from vllm_model import addresses, configured, current, digests, poison, reload_weights
 
 MIB = 1 << 20
 MODELS = ["llama", "qwen3-moe"]

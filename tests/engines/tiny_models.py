@@ -41,6 +41,10 @@ def _qwen3_moe() -> Any:
     )
 
 
+def _qwen3() -> Any:
+    return transformers.Qwen3Config(**SHARED, head_dim=32, architectures=["Qwen3ForCausalLM"])
+
+
 def _mixtral() -> Any:
     return transformers.MixtralConfig(
         **SHARED, num_local_experts=8, num_experts_per_tok=2, architectures=["MixtralForCausalLM"]
@@ -88,9 +92,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def _wide(name: str) -> Any:
-    """Two layers of a model whose weights are whole blocks of 128 by 128 on each of two ranks."""
-    config = CONFIGS[name]()
-    wide = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    """A model whose weights are whole blocks of 128 by 128 on each of two ranks."""
+    config = _qwen3() if name == "qwen3" else CONFIGS[name]()
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256}
     config.update({key: value for key, value in wide.items() if hasattr(config, key)})
     if name != "deepseek":
         config.head_dim = 64
@@ -135,6 +139,7 @@ MORE: dict[str, Callable[[], Any]] = {
     # 97 MB, in one file: what is read to open it is little of it
     "long-llama": lambda: _llama(hidden_size=1024, intermediate_size=2816),
     "eighths-deepseek": _eighths,
+    "wide-qwen3": lambda: _wide("qwen3"),
     "wide-llama": lambda: _wide("llama"),
     "wide-qwen3-moe": lambda: _wide("qwen3-moe"),
     "wide-deepseek": lambda: _wide("deepseek"),

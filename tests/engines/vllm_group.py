@@ -10,6 +10,7 @@ process has ended (`ended.RANK`).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ import stubs
 import torch
 import vllm.model_executor.models.llama
 import vllm.model_executor.models.qwen3_moe  # noqa: F401
+from penstock import _events
 from penstock.integrations import _remote
 from penstock.integrations._engine import Loads
 from penstock.integrations._mapped import Mapped
@@ -32,8 +34,19 @@ from penstock.integrations._recorder import Recorder
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm_model import addresses, as_bytes, configured, created, current, digests, joined, left_deferred, load, poison
+from vllm_model import (
+    addresses,
+    as_bytes,
+    configured,
+    created,
+    current,
+    digests,
+    joined,
+    left_deferred,
+    load,
+    poison,
+    reload_weights,
+)
 
 PATIENCE = 120
 
@@ -176,6 +189,31 @@ def loads(rank: Rank, folder: str, options: dict[str, Any]) -> Any:
     return {"left": left_deferred(model)}
 
 
+def logged(rank: Rank, folder: str, index: str, bandwidth: int, none: str, empty: str) -> Any:
+    """A slow load, a reload from a disk, two that fail, a load that fails, and one more: what vLLM logs of them is what
+    it is about."""
+    _events.EVERY = 0.3
+    os.environ["PENSTOCK_LOG"] = "json"
+    slow = {"weights": index, "storage": {"bandwidth": bandwidth}, "mapped": "off"}
+    config = rank.join({"model": folder}, "penstock", **slow)
+    logging.getLogger("penstock").warning("a warning of penstock")
+    _, model = _served(config)
+    config = rank.join({"model": folder}, "penstock", mapped="off")
+    with current(config):
+        reload_weights(config, model, None, folder, True)
+    for place, options, error in (
+        (None, {"weights": none}, penstock.NotFoundError),
+        (empty, {}, penstock.UnsupportedError),
+    ):
+        config = rank.join({"model": folder}, "penstock", **options)
+        with current(config), pytest.raises(error):
+            reload_weights(config, model, None, place, True)
+    with pytest.raises(penstock.NotFoundError):
+        _served(rank.join({"model": folder}, "penstock", weights=none))
+    del os.environ["PENSTOCK_LOG"]
+    _served(rank.join({"model": folder}, "penstock", mapped="off"))
+
+
 def _hold(rank: Rank, name: str) -> None:
     """Says that the rank has come so far, and waits until the test lets it go on."""
     rank.write(name, "")
@@ -225,11 +263,25 @@ def one_version(rank: Rank, args: dict[str, Any], options: dict[str, Any], folde
     return found
 
 
-def _main(spec: dict[str, Any], number: int) -> int:
+def preloaded(rank: Rank, folder: str, options: dict[str, Any], sockets: str) -> Any:
+    """The daemons of `vllm preload` load with Penstock, and an engine maps their weights."""
+    import preloading
+
+    plain = {"model": folder, "tensor_parallel_size": rank.ranks}
+    given = {**plain, "model_loader_extra_config": options}
+    with preloading.serving(rank.rank, given, rank.folder, sockets) as serves:
+        expected = digests(_served(rank.join({"model": folder}, "safetensors"))[1])
+        daemon = serves()
+        config = rank.join({"model": folder}, "ipc_cache", socket_dir=sockets, fallback=False)
+        engine = preloading.mapped(rank.rank, config, expected)
+    return {"daemon": daemon, **engine}
+
+
+def _main(spec: dict[str, Any], number: int, functions: dict[str, Any]) -> int:
     rank = Rank(Path(spec["folder"]), number, spec["ranks"])
     rank.write("pid", str(os.getpid()))
     try:
-        does: Callable[..., Any] = globals()[spec["do"]]
+        does: Callable[..., Any] = functions[spec["do"]]
         rank.write("said", json.dumps(does(rank, **spec["with"])))
     except BaseException:
         rank.write("error", traceback.format_exc())
@@ -237,7 +289,8 @@ def _main(spec: dict[str, Any], number: int) -> int:
     return 0
 
 
-def main() -> None:
+def main(functions: dict[str, Any] | None = None) -> None:
+    """Does what it was told. ``functions``: by name; None for those of this module."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     stubs.process_weights(pytest.MonkeyPatch())
     ranks = {}
@@ -246,7 +299,7 @@ def main() -> None:
         if pid == 0:
             status = 1
             try:
-                status = _main(spec, number)
+                status = _main(spec, number, globals() if functions is None else functions)
             finally:
                 os._exit(status)
         ranks[pid] = number

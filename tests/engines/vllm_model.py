@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import penstock
@@ -17,6 +18,24 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
+
+try:
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+except ImportError:
+
+    def reload_weights(
+        config: Any, model: torch.nn.Module, weights: Any, path: str | None, is_checkpoint: bool
+    ) -> None:
+        """As the runner of vLLM 0.31 does, without the rest of it."""
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        nothing = dict.fromkeys(("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"), lambda: None)
+        about = {name: getattr(config, name) for name in ("lora_config", "load_config", "model_config")}
+        runner = SimpleNamespace(get_model=lambda: model, **about, **nothing)
+        GPUModelRunner.reload_weights(runner, weights, path, is_checkpoint)
+
+
+__all__ = ["reload_weights"]
 
 #: What memory holds before a load.
 POISON = 0xA7

@@ -21,7 +21,7 @@ from vllm_model import configured, joined, loaded_twice
 def main() -> None:
     spec, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     world = spec["world"]
-    stubs.make_layers_of_fp8_blocks(pytest.MonkeyPatch())
+    stubs.make_quantised_layers(pytest.MonkeyPatch())
     # vLLM makes a group of expert parallel ranks only for a model that has experts
     joined(configured({**spec["first"], **world}), spec["ranks"], rank, Path(spec["meeting"]))
     results = {}

@@ -24,6 +24,7 @@ from .._errors import (
     StalledError,
     UnsupportedError,
 )
+from .._events import NOTHING, Seen, through
 from .._group import Gathering, confirm, place_in
 from .._group_stream import compare, corner, leave
 from .._joined import joined
@@ -151,6 +152,13 @@ class Chosen(NamedTuple):
             raise UnsupportedError(text)
 
 
+def belongs(seen: Seen, chosen: Chosen, checkpoint: Checkpoint) -> None:
+    """Has every load of the checkpoint be a part of what operators see, on whatever thread of the engine."""
+    if seen is not NOTHING:
+        seen.named(list(chosen.files) if chosen.remote is None else chosen.remote.place)
+        checkpoint._within = seen
+
+
 _STOPPED = "the model's own loader has stopped before it had all tensors; the log of this rank says why"
 
 
@@ -179,7 +187,9 @@ class Loads:
         """Why others were not."""
         self._read: list[tuple[Report, str]] = []
         """Of those that were read because others before them were mapped, and why they were not."""
-        self._device = device
+        self.seen: Seen = NOTHING
+        """What operators see of them: one event."""
+        self.device = device
         self._mark = mark
         self._company = ExitStack()
         self._watched = ExitStack()
@@ -202,6 +212,14 @@ class Loads:
         if not isinstance(error, StalledError):
             leave(self.group, None if self.options is None else self.options.peer_timeout)
 
+    def _opened(
+        self, chosen: Chosen, keep: Callable[[str], bool] | None
+    ) -> tuple[Checkpoint, Callable[[str], bool] | None]:
+        """As `Chosen.opened`; what is loaded of it is a part of what operators see."""
+        checkpoint, kept = chosen.opened(keep)
+        belongs(self.seen, chosen, checkpoint)
+        return checkpoint, kept
+
     def reloading(
         self, ranks: Callable[[], Any], chosen: Chosen, keep: Callable[[str], bool] | None
     ) -> Recorder | None:
@@ -215,7 +233,7 @@ class Loads:
         try:
             with self._told():
                 try:
-                    recorder = Recorder(*chosen.opened(keep), self._device, self.options)
+                    recorder = Recorder(*self._opened(chosen, keep), self.device, self.options)
                     recorder.check()
                 except MissingDtypeError:
                     raise
@@ -234,7 +252,7 @@ class Loads:
         try:
             with self._told():
                 try:
-                    checkpoint, kept = chosen.opened(keep)
+                    checkpoint, kept = self._opened(chosen, keep)
                 except MissingDtypeError:
                     raise
                 except UnsupportedError:  # whoever reads them otherwise says so
@@ -258,10 +276,10 @@ class Loads:
             UnsupportedError: they cannot be deferred, and ``otherwise`` cannot read them.
         """
         try:
-            checkpoint, kept = chosen.opened(keep)
+            checkpoint, kept = self._opened(chosen, keep)
             if not self.recorders and (mapped := self.mapping(chosen, checkpoint, kept, self._crowded())) is not None:
                 return mapped.weights()
-            recorder = Recorder(checkpoint, kept, self._device, self.options)
+            recorder = Recorder(checkpoint, kept, self.device, self.options)
             recorder.check()
         except MissingDtypeError:
             raise
@@ -295,8 +313,8 @@ class Loads:
             return None
         if chosen.remote is not None:
             self.why = "the weights are on a server"
-        elif self._device.type != "cpu":
-            self.why = f"the parameters are on {self._device}, not in the memory of the CPU"
+        elif self.device.type != "cpu":
+            self.why = f"the parameters are on {self.device}, not in the memory of the CPU"
         if self.why:
             return None  # on all ranks
         found: Mapped | None = None
@@ -304,7 +322,7 @@ class Loads:
         try:
             if self.mapped == "off":
                 raise NotMapped(f'{MAPPED}="off" was asked for')
-            found = Mapped(checkpoint, keep, options, always or self.mapped == "on")
+            found = Mapped(checkpoint, keep, options, always or self.mapped == "on", self.seen)
         except NotMapped as why:
             self.why = str(why)
         if self.group is not None:
@@ -323,7 +341,7 @@ class Loads:
         return found
 
     def _reading(self, checkpoint: Checkpoint, names: list[str], why: str) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from checkpoint.stream(self._device, names, framework="pt", options=self.options)
+        yield from checkpoint.stream(self.device, names, framework="pt", options=self.options)
         if (report := checkpoint.last_report) is not None:
             self._read.append((report, why))
 
@@ -357,6 +375,7 @@ class Loads:
         chosen.refuse_fallback(why)
         not_used(self.engine, why, self.strict)
         self.fallbacks.append(why)
+        self.seen.fell_back(why)
         if self.group is not None:
             # Ranks that do not fall back would wait for this one
             with suppress(BaseException), Gathering(self.group):
@@ -418,6 +437,7 @@ class Loads:
         reports: list[Report] = []
         for mapped in self.given:
             reports.append(mapped.report())
+            self.seen.add(reports[-1])
             reports[-1].update(given="mapped", **_not_recorded())
         for report, why in self._read:
             reports.append(report)
@@ -428,6 +448,8 @@ class Loads:
             except BaseException as error:
                 say_written(error, [name for before in self.recorders[:number] for name in before.written])
                 raise
+        for recorder in self.recorders:
+            recorder.end()
         for report in reports:
             report.setdefault("given", "deferred")
             report.setdefault("given_reason", self.why if report["given"] == "deferred" else "")
@@ -438,7 +460,7 @@ class Loads:
                 *report.get("fallbacks", ()),
                 *({"from": "penstock", "to": "the engine's own loader", "reason": why} for why in self.fallbacks),
             ]
-            logger.info("penstock: %s", report)
+            logger.debug("penstock: %s", report)
             if said := read_besides(report):
                 logger.warning("penstock: %s", said)
         return reports
@@ -460,6 +482,7 @@ def reloaded(
     refuse: Callable[[str], None],
     group: Any = None,
     learn: Callable[[Cuts], None] | None = None,
+    seen: Seen = NOTHING,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of these files, layer by layer, whose copies are made at once; or what ``otherwise`` gives.
 
@@ -468,6 +491,7 @@ def reloaded(
         refuse: Raises the error for a reload of the engine's own, if that is one. Gets the reason.
         group: The ranks that make the same reload: of one version, or none does.
         learn: Gets what is copied of each, when all tensors were given, if that was not known.
+        seen: What operators see of it.
 
     Raises:
         MissingDtypeError: torch has no such dtype.
@@ -475,12 +499,14 @@ def reloaded(
     """
     try:
         checkpoint, kept = chosen.opened(keep)
+        belongs(seen, chosen, checkpoint)
         if group is not None:
             compare(group, checkpoint, options)
-        return Reloader(checkpoint, kept, device, options, cuts, learn).weights()
+        return through(seen, Reloader(checkpoint, kept, device, options, cuts, learn).weights())
     except MissingDtypeError:
         raise
     except UnsupportedError as error:
         chosen.refuse_fallback(str(error))
         refuse(str(error))
-        return iter(otherwise())
+        seen.fell_back(str(error))
+        return through(seen, iter(otherwise()))

@@ -3,6 +3,9 @@
 For one address the folder has the same path in every run, because engines keep what they compile by the path of the
 model. It is this process's alone, which a lock says, and is removed when the process ends. Other processes that run at
 the same time have numbers behind the name. What a killed process has left, the next one takes over.
+
+`penstock.quiesce` lets go of the lock, because an image of the process cannot open a folder that is gone. A note in the
+folder says then whose it is.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import _core
+from .. import _core, _running
 from .._checkpoint import Checkpoint
 from .._choices import Storage
 from .._errors import InvalidError, NotFoundError, PenstockError
 from .._paths import without_secrets
 from ._format import FORMAT
 from ._pins import PINS, check_pinned, pins_of, versions_of
-from ._remote import Files, file_name, is_remote, open_files
+from ._remote import Files, file_name, is_remote, open_files, temporary_directory
 from ._small_files import Names, Read, small_files
 
 MOST = 64 << 20
@@ -60,9 +63,11 @@ class _Place(NamedTuple):
 #: Processes with one address that have a folder of the same path in every run. One more gets a random name.
 _MOST_FOLDERS = 32
 _filling = threading.Lock()
-#: By path: a descriptor of the folder, which has the lock (-1: no lock, because the name is random), and the process
-#: that has it.
+#: By path: a descriptor of the folder, which has the lock (-1: no lock, because the name is random or the process was
+#: quiesced), and the process that has it.
 _held: dict[str, tuple[int, int]] = {}
+#: In a folder without a lock: the process that it belongs to.
+_NOTE = ".penstock-process"
 
 
 def fetch(
@@ -84,8 +89,14 @@ def fetch(
         NotFoundError: there is no such folder, or no configuration or no checkpoint in it.
         UnsupportedError: one of the files, or its name, is too long, or no file can be called so.
         ChangedError: the model was replaced meanwhile.
+        WriteError: no folder can be written to.
         PenstockError: as `penstock.open`.
     """
+    with _running.under_way(f"a fetch of the small files of {without_secrets(place)}"):
+        return _fetched(place, storage, code, weights, which)
+
+
+def _fetched(place: str, storage: Storage | None, code: bool, weights: bool, which: Files) -> Fetched:
     found = _place(place, storage)
     # Before the small files, and once more after them: so they are of one version with the weights
     checkpoint: Checkpoint | None = None
@@ -104,7 +115,7 @@ def fetch(
         raise failed
     if checkpoint is not None:
         check_pinned(open_files(found.weights, storage, which), versions_of(checkpoint), "this start began")
-        headers = _headers(checkpoint)
+        headers = headers_of(checkpoint)
         files = {name: content for name, content in files.items() if not _is_left_over(name, content, headers)}
         files |= {**headers, PINS: pins_of(checkpoint)}
     endpoint = str((storage or {}).get("endpoint", ""))
@@ -146,7 +157,7 @@ def _is_left_over(name: str, content: bytes, shards: Collection[str]) -> bool:
     return True
 
 
-def _headers(checkpoint: Checkpoint) -> dict[str, bytes]:
+def headers_of(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Shard files without tensors, by name. Whatever reads a tensor from such a file fails, because it ends there."""
     core = checkpoint._core
     files: dict[str, bytes] = {}
@@ -165,16 +176,23 @@ def _headers(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 def _claimed(name: str) -> str:
     """The folder of this process that is called so, or with a number behind it if other processes have that."""
-    first = str(Path(tempfile.gettempdir(), f"penstock-{os.getuid()}-{name}"))
-    for path, (_, process) in _held.items():
+    first = str(Path(temporary_directory(), f"penstock-{os.getuid()}-{name}"))
+    for path, (descriptor, process) in list(_held.items()):
         if process == os.getpid() and path.startswith(first):
-            return path
+            # After a restore of the process elsewhere it is gone
+            if descriptor >= 0 and Path(path).is_dir():
+                return path
+            _let_go(path)
+            with suppress(OSError):
+                Path(path).mkdir(0o700)
+            if _locked(path):
+                return path
     for path in (first, *(f"{first}-{number}" for number in range(1, _MOST_FOLDERS))):
         with suppress(OSError):  # it may be there
             Path(path).mkdir(0o700)
         if _locked(path):
             return path
-    path = tempfile.mkdtemp(prefix=f"{Path(first).name}-")
+    path = tempfile.mkdtemp(prefix=f"{Path(first).name}-", dir=temporary_directory())
     _held[path] = -1, os.getpid()
     return path
 
@@ -189,7 +207,7 @@ def _locked(path: str) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         about = os.fstat(descriptor)
         private = about.st_uid == os.getuid() and not about.st_mode & 0o077
-        if private and os.path.samestat(about, os.lstat(path)):
+        if private and os.path.samestat(about, os.lstat(path)) and not _is_anothers(path):
             _held[path] = descriptor, os.getpid()
             descriptor = -1
             return True
@@ -213,6 +231,57 @@ def _fill(folder: str, files: Mapping[str, bytes]) -> None:
     for path in root.rglob("*"):
         if path.is_file() and str(path.relative_to(root)) not in files:
             path.unlink()
+
+
+def _process(number: int | str = "self") -> str:
+    """What tells a process apart: its number, when it began, and where its number counts."""
+    began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{os.getpid() if number == 'self' else number} {began} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _is_anothers(path: str) -> bool:
+    """Whether this folder belongs to another process, which has no lock on it."""
+    try:
+        noted = Path(path, _NOTE).read_text()
+    except OSError:
+        return False
+    number, _, rest = noted.partition(" ")
+    if not number.isdecimal() or rest.rpartition(" ")[2] != str(Path("/proc/self/ns/pid").readlink()):
+        return True  # nobody here can say whether it lives
+    try:
+        return noted == _process(number) and int(number) != os.getpid()
+    except OSError:
+        return False  # it has ended
+
+
+def _let_go(path: str) -> None:
+    """Gives the lock of a folder back, if there is one."""
+    descriptor, _ = _held.pop(path)
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+def _let_go_of_all() -> None:
+    """Gives the locks of this process back. Its folders stay its own."""
+    with _filling:
+        for path, (descriptor, process) in list(_held.items()):
+            if process == os.getpid() and descriptor >= 0:
+                with suppress(OSError):  # it is gone
+                    Path(path, _NOTE).write_text(_process())
+                _let_go(path)
+                _held[path] = -1, process
+
+
+_running.keepers.append(_let_go_of_all)
+
+
+def _forget_the_lock() -> None:
+    """In a forked child: another thread of the parent may have held it."""
+    global _filling
+    _filling = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_the_lock)
 
 
 @atexit.register

@@ -21,6 +21,7 @@ from .._checkpoint import Checkpoint
 from .._core import Options
 from .._device import CPU
 from .._errors import CancelledError, LimitError, PenstockError, UnsupportedError, raise_if_forked
+from .._events import NOTHING, Seen, unseen
 from .._framework import Adapter
 from .._options import make_options
 from .._patience import patiently
@@ -82,6 +83,7 @@ class Mapped:
         keep: Which tensors to give; None gives all of them.
         options: Of the load.
         always: Whether the engine's copies are better even where recording takes less time than they do.
+        seen: What operators see of it: how far the engine is.
 
     Raises:
         NotMapped: the recorded way is better, or the only one.
@@ -89,9 +91,15 @@ class Mapped:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, keep: Callable[[str], bool] | None, options: Options, always: bool
+        self,
+        checkpoint: Checkpoint,
+        keep: Callable[[str], bool] | None,
+        options: Options,
+        always: bool,
+        seen: Seen = NOTHING,
     ) -> None:
         self.checkpoint = checkpoint
+        self._seen = seen
         self._options = options
         self._owner = os.getpid()
         self._given = 0
@@ -161,8 +169,12 @@ class Mapped:
         wants = list(range(len(self._names)))
         if order == "layer":
             wants.sort(key=lambda want: layer_of(self._names[want]))
+        meter, done = Meter(False, "load", self._seen), 0
         try:
             for want in wants:
+                if meter.active:
+                    meter.update(done, self._load.progress()[1])
+                    done += self.checkpoint[self._names[want]].nbytes
                 made = self.leased.hand(want, partial(self._adapter.tensors, self._load, [want]))
                 if made is None:
                     break
@@ -195,7 +207,9 @@ class Mapped:
             raise CancelledError("its files are no longer leased", path=self.checkpoint.files[0])
         logger.warning("penstock: %s: %d of %d tensors are read", self._broken, len(names), len(self._names))
         options = make_options(self._options, copy=True, io="auto")
-        yield from self.checkpoint.stream("cpu", names, framework="pt", options=options)
+        with unseen():  # the report has it
+            rest = self.checkpoint.stream("cpu", names, framework="pt", options=options)
+        yield from rest
         self._read = self.checkpoint.last_report
 
     def report(self) -> Report:

@@ -140,6 +140,10 @@ def _onto_itself(func: Any, args: tuple[Any, ...]) -> bool:
     return kinds[0] == kinds[1]
 
 
+#: What copies a tensor into another one: `Recording.copied` is told of it.
+_GIVES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor)
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks at what every operation of this thread touches, before it runs."""
 
@@ -159,7 +163,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not func.is_view and any(one._outstanding.count for one in self._recorders) and not _onto_itself(func, args):
             # A recorder looks at the destinations of its own deferred tensors itself
             own = None
-            if func is torch.ops.aten.copy_.default and isinstance(args[1], Deferred):
+            if func in _GIVES and isinstance(args[1], Deferred):
                 own = args[1]._root.recording
             for value in _real_tensors(args):
                 for recorder in self._recorders:
@@ -254,6 +258,7 @@ class Recorder:
         self._given = False
         #: Whether the load of all ranks has been made, or tried.
         self.joined = False
+        self._ended = False
 
     # What the loader gets
 
@@ -311,6 +316,8 @@ class Recorder:
         """Records a copy; see `Recording`."""
         if to.numel() == 0:
             return to.shape == source.shape
+        if self._ended:
+            return False
         plan = planned(to, source)
         if plan is None:
             return False
@@ -400,6 +407,10 @@ class Recorder:
         """Makes all copies that are outstanding, in one load of this rank alone."""
         with self._lock:
             self._load()
+
+    def end(self) -> None:
+        """From now on copies are made at once, one by one: no load comes that could make what would be recorded."""
+        self._ended = True
 
     def redirect(self, made: torch.Tensor, to: torch.Tensor) -> bool:
         """Sends what goes to all of one tensor to another one instead.

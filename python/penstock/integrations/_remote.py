@@ -10,15 +10,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from .._checkpoint import Checkpoint
+from .._checkpoint import Checkpoint, open_as
 from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
-from .._errors import NotFoundError, UnsupportedError
+from .._errors import NotFoundError, UnsupportedError, WriteError
 from .._paths import is_web, without_secrets
 from ._pins import check_pinned
 
 _LONGEST = 250
 """Bytes of the name of a file."""
+
+
+def temporary_directory() -> str:
+    """The directory for temporary folders. It is made anew if it is gone: a process may be restored on another machine.
+
+    Raises:
+        WriteError: there is none that can be written to, as in a pod with a read-only root, or it cannot be made.
+    """
+    try:
+        place = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        text = (
+            f"the small files of a model at an address need a folder that can be written to, and there is none "
+            f"({error}): mount one at /tmp (an emptyDir), or name one in TMPDIR"
+        )
+        raise WriteError(text, path="/tmp", errno=error.errno) from error
+    try:
+        Path(place).mkdir(0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"the temporary directory is gone and cannot be made ({error}): make it, or start with another TMPDIR"
+        raise WriteError(text, path=place, errno=error.errno) from error
+    return place
 
 
 def is_remote(place: str) -> bool:
@@ -65,7 +87,7 @@ def open_files(place: str, storage: Storage | None, files: Files) -> Checkpoint:
         return open_checkpoint(place, storage=storage)
     for name in _CONSOLIDATED:
         with suppress(NotFoundError):
-            return open_checkpoint(f"{place.removesuffix('/')}/{name}", storage=storage)
+            return open_as("source", f"{place.removesuffix('/')}/{name}", storage=storage)
     text = f'it has neither {" nor ".join(_CONSOLIDATED)}, which files="consolidated" asks for'
     raise NotFoundError(text, path=without_secrets(place))
 
@@ -102,7 +124,7 @@ class RemoteWeights:
         self._by_name = {file_name(path): path for path in self.checkpoint.files}
         if len(self._by_name) < len(self.checkpoint.files):
             raise UnsupportedError(f"{without_secrets(place)}: two of its files have one name, in different folders")
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-", dir=temporary_directory())
         self.folder = self._folder.name
         for name in self._by_name:
             Path(self.folder, name).touch()

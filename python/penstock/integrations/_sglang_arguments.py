@@ -9,8 +9,10 @@ from typing import Any
 
 from .._errors import InvalidError, UnsupportedError
 from .._paths import without_secrets
+from ._drift import warn_untested
 from ._fetched import ADVICE, Fetched, fetch, is_ours, refuse_revision, with_weights
 from ._format import FORMAT
+from ._known import SGLANG
 from ._remote import is_remote
 
 #: The step of SGLang's that resolves paths. A plugin may put itself around it.
@@ -29,6 +31,8 @@ def resolve(args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     said = resolving_view(args)
+    if isinstance(said.load_format, str) and said.load_format.lower() == FORMAT:
+        warn_untested(SGLANG)
     if is_ours(said.load_format, said.model_path):
         declare_resolution(args, FORMAT, **_resolved(said))
     previous(args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,17 +15,22 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.model_loader import loader as sglang_loader
 
 from .._errors import MissingDtypeError, UnsupportedError
+from .._events import NOTHING, Seen, around, observe, within
 from .._group_stream import corner, leave, say
 from .._paths import without_secrets
 from .._report import Report
+from ._drift import tested
 from ._engine import Chosen, Loads, Settings
+from ._formats import quantised_by_sglang_while_loaded, refuse_own_loader
+from ._known import SGLANG
 from ._pickles import naming_convert
 from ._pins import pinned_in
 from ._remote import RemoteWeights, is_remote
+from ._sleep import install_in_worker
 from ._startup import phase
 from ._strict import not_used
 
-_ENGINE = "SGLang"
+_ENGINE = SGLANG.name
 
 #: What the default loader calls for the tensors of the files that it has chosen.
 _ITERATE = ("buffered_multi_thread_safetensors_weights_iterator", "safetensors_weights_iterator")
@@ -45,19 +49,13 @@ def install() -> None:
     """Puts Penstock around methods of the default loader, once in a process.
 
     Raises:
-        AttributeError: SGLang lacks one of the names that this needs. Nothing has changed.
-        TypeError: SGLang calls one of them otherwise. Nothing has changed.
+        AttributeError: SGLang lacks one of the names that this needs, which `_known.SGLANG` lists. Nothing has changed.
     """
     global _installed
     with _replacing:
         if _installed:
             return
         default = sglang_loader.DefaultModelLoader
-        for name in _ITERATE:
-            getattr(sglang_loader, name)
-        takes = list(inspect.signature(default.load_weights_only).parameters)
-        if takes != ["model", "weights", "target_device"]:
-            raise TypeError(f"DefaultModelLoader.load_weights_only takes {', '.join(takes)}")
         # Not as hooks of SGLang's registry: it may have been applied to these methods already, and applies only once
         around = {
             "_prepare_weights": _around(default._prepare_weights, _prepared),
@@ -135,15 +133,27 @@ def _iterated_by(make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _iterated(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """The tensors of one place. The other ranks hear why there are none, if they are a model's."""
+    """The tensors of one place. If a model gets none, operators and the other ranks are told why."""
     source = args[0] if args else kwargs.get("source")
-    try:
+    settings, loads = _settings(loader), _loads.get()
+    if settings is None or getattr(source, "model_config", None) is None:
         return _chosen(original, loader, source, *args, **kwargs)
+    place = settings.place_of(str(getattr(source, "model_or_path", "")))
+    # An update asks for its files before `_loaded` is called
+    seen: Seen = NOTHING if loads is not None else observe("load", place, engine="sglang").begin()
+    try:
+        with within(seen):
+            found = _chosen(original, loader, source, *args, **kwargs)
     except BaseException as error:
-        is_update = "penstock_met" not in vars(loader)  # or `_started` tells them
-        if _settings(loader) is not None and is_update and getattr(source, "model_config", None) is not None:
+        if loads is not None:
+            loads.engine, loads.strict = _ENGINE, settings.strict
+            loads.seen.named(place)
+        seen.end(error)
+        if "penstock_met" not in vars(loader):  # an update; or `_started` tells them
             _tell(error)
         raise
+    seen.forget()
+    return found
 
 
 def _chosen(original: Any, loader: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,8 +165,10 @@ def _chosen(original: Any, loader: Any, source: Any, *args: Any, **kwargs: Any) 
     if settings is None:
         return original(loader, *args, **kwargs)
     asked = []
-    if getattr(source, "model_config", None) is None:
+    model_config = getattr(source, "model_config", None)
+    if model_config is None:
         vars(loader).setdefault("penstock_model", None)  # no model's: a place of its own
+    why_not = "" if model_config is None else _own_way(model_config, settings)
 
     def make(own: Any) -> Any:
         def iterate(files: Sequence[str], *more: Any, **named: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -176,6 +188,9 @@ def _chosen(original: Any, loader: Any, source: Any, *args: Any, **kwargs: Any) 
                     loads.options = settings.options
                     vars(loader)["penstock_met"] = True
                     loads.join(_ranks)
+                    if why_not:
+                        yield from loads.fall_back(why_not, chosen, lambda: own(files, *more, **named))
+                        return
                     yield from loads.weights(chosen, None, lambda: own(files, *more, **named))
 
             return later()
@@ -186,7 +201,7 @@ def _chosen(original: Any, loader: Any, source: Any, *args: Any, **kwargs: Any) 
         found = original(loader, *args, **kwargs)
     if not asked:
         place = without_secrets(str(getattr(source, "model_or_path", "its folder")))
-        why = f"it has called none of {', '.join(_ITERATE)} for the files of {place}"
+        why = f"it has called none of {', '.join(_ITERATE)} for the files of {place} (tested: {tested(SGLANG)})"
         not_used(
             _ENGINE, why, settings.strict, "if they are no safetensors files, convert them with `penstock convert`"
         )
@@ -218,8 +233,11 @@ def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
     """A model. What loads it in a way of its own, and never asks for tensors here, is noticed."""
     settings = _settings(loader)
     if settings is not None:
+        install_in_worker()
         vars(loader)["penstock_used"] = vars(loader)["penstock_met"] = False
     try:
+        if settings is not None:
+            _own_way(args[0] if args else kwargs.get("model_config"), settings)
         model = original(loader, *args, **kwargs)
     except BaseException as error:
         if settings is not None and not vars(loader)["penstock_met"]:
@@ -229,6 +247,19 @@ def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
         vars(loader)["penstock_used"] = True
         not_used(_ENGINE, f"{type(loader).__name__} has asked for no tensors of the checkpoint", settings.strict)
     return model
+
+
+def _own_way(model_config: Any, settings: Settings) -> str:
+    """Why SGLang has to load this model in its own way, if the user accepts that; "" if it need not.
+
+    Raises:
+        UnsupportedError: the user does not accept it, or SGLang's default loader cannot load it either.
+    """
+    refuse_own_loader(_ENGINE, model_config)
+    why = quantised_by_sglang_while_loaded(model_config)
+    if why and settings.strict:
+        not_used(_ENGINE, why, True)
+    return why
 
 
 def _tell(error: BaseException) -> None:
@@ -251,10 +282,15 @@ def _loaded(original: Any, model: torch.nn.Module, weights: Any, target_device: 
     loads = Loads(torch.device(target_device), None, mark=_AT_ONCE)
     token = _loads.set(loads)
     try:
-        with loads.barrier():
-            with phase("recording"):
-                found = original(model, weights, target_device)
-            reports = loads.run(model)
+        with around(observe("load", engine="sglang")) as loads.seen:
+            try:
+                with loads.barrier():
+                    with phase("recording"):
+                        found = original(model, weights, target_device)
+                    reports = loads.run(model)
+            finally:
+                if loads.engine != _ENGINE:
+                    loads.seen.forget()  # SGLang loads in another format
     finally:
         _loads.reset(token)
     if reports:

@@ -8,8 +8,12 @@ from typing import Any
 
 from .._errors import InvalidError, UnsupportedError
 from .._paths import without_secrets
+from ._drift import once_per_process, warn_untested, way_out
 from ._fetched import ADVICE, Fetched, fetch, is_ours, refuse_revision, with_weights
+from ._format import FORMAT
+from ._known import VLLM
 from ._remote import is_remote
+from ._strict import not_used, strict_of
 
 #: What makes vLLM's configuration of its arguments. The second alone is called by servers that only prepare requests.
 _MAKE = ("create_engine_config", "create_model_config")
@@ -18,16 +22,18 @@ _FIELDS = ("model", "tokenizer", "hf_config_path", "trust_remote_code", "served_
 _MORE = ("model_loader_extra_config", "speculative_config", "revision", "code_revision", "tokenizer_revision")
 
 
-def install(arguments: Any, why: str | None = None) -> None:
+def install(arguments: Any, unknown: str | None = None) -> None:
     """Has the class of vLLM's arguments take addresses for models, where the load format is penstock's.
 
     Args:
         arguments: The class. If its interface has changed, it refuses such addresses.
-        why: Refuses them for this reason.
+        unknown: What is not known of this vLLM. The class refuses the load format then, unless the user accepts vLLM's
+            own way, and addresses.
     """
     known = getattr(arguments, "__dataclass_fields__", {})
     lacking = [name for name in _MAKE if not callable(getattr(arguments, name, None))]
     lacking += [name for name in (*_FIELDS, *_MORE) if name not in known]
+    why = unknown
     if lacking and why is None:
         why = f"{arguments.__name__} lacks {', '.join(lacking)}"
     if why is None:
@@ -36,12 +42,14 @@ def install(arguments: Any, why: str | None = None) -> None:
         return
     # Subclasses inherit these. As dataclasses they have an __init__ of their own
     for name in [name for name in _MAKE if callable(getattr(arguments, name, None))] or ["__post_init__"]:
-        setattr(arguments, name, _refusing(getattr(arguments, name, lambda args: None), why))
+        setattr(arguments, name, _refusing(getattr(arguments, name, lambda args: None), why, unknown))
 
 
 def _fetching(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def make(args: Any, *more: Any, **named: Any) -> Any:
+        if _has_our_format(args):
+            warn_untested(VLLM)
         if _is_ours(args):
             _resolve(args)
         return original(args, *more, **named)
@@ -49,17 +57,26 @@ def _fetching(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _refusing(original: Callable[..., Any], why: str) -> Callable[..., Any]:
-    """A step from arguments to a configuration, in a vLLM that is not known."""
+def _refusing(original: Callable[..., Any], why: str, unknown: str | None) -> Callable[..., Any]:
+    """A step from arguments to a configuration, in a vLLM that is not known: in the first process of a start."""
 
     @functools.wraps(original)
     def refuse(args: Any, *more: Any, **named: Any) -> Any:
         if _is_ours(args):
             place = without_secrets(args.model)
             raise UnsupportedError(f"{place}: this vLLM is not one that Penstock knows ({why}): {ADVICE}")
+        if unknown is not None and _has_our_format(args):
+            strict = strict_of(getattr(args, "model_loader_extra_config", None), VLLM.name)
+            if strict or once_per_process(unknown):
+                not_used(VLLM.name, unknown, strict, way_out(VLLM))
         return original(args, *more, **named)
 
     return refuse
+
+
+def _has_our_format(args: Any) -> bool:
+    load_format = getattr(args, "load_format", None)
+    return isinstance(load_format, str) and load_format.lower() == FORMAT
 
 
 def _is_ours(args: Any) -> bool:
@@ -74,6 +91,7 @@ def _resolve(args: Any) -> None:
         InvalidError: there is a revision beside an address.
     """
     from ._engine import settings_of  # with torch, which is there when a configuration is made
+    from ._sleep import install_in_server
 
     given = args.model_loader_extra_config or {}
     if not isinstance(given, Mapping):
@@ -95,6 +113,7 @@ def _resolve(args: Any) -> None:
             found[place] = fetch(place, settings.storage, code=code, weights=weights, which=settings.files)
         return found[place].folder
 
+    install_in_server()
     model = folder(args.model)
     if isinstance(draft, Mapping) and "model" in draft:
         draft = {**draft, "model": folder(draft["model"])}

@@ -7,6 +7,8 @@ from typing import Any
 
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from ._drift import once_per_process, way_out
+from ._known import VLLM
 from ._strict import not_used, strict_of
 
 unknown = "its interface differs"
@@ -21,8 +23,9 @@ class FallbackModelLoader(DefaultModelLoader):  # type: ignore[misc]
     """
 
     def __init__(self, load_config: Any) -> None:
-        strict = strict_of(load_config.model_loader_extra_config, "vLLM")
-        not_used("vLLM", f"this vLLM is not one that Penstock knows ({unknown})", strict)
+        strict = strict_of(load_config.model_loader_extra_config, VLLM.name)
+        if strict or once_per_process(unknown):
+            not_used(VLLM.name, unknown, strict, way_out(VLLM))
         plain = copy.copy(load_config)
         plain.load_format, plain.model_loader_extra_config = "safetensors", {}
         super().__init__(plain)

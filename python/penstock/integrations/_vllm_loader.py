@@ -17,10 +17,14 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from .._errors import UnsupportedError
+from .._events import Seen, around, observe, within
 from .._group import confirm
 from .._paths import without_secrets
 from .._report import Report
+from ._drift import tested
 from ._engine import Chosen, Loads, reloaded, settings_of
+from ._formats import refuse_own_loader
+from ._known import VLLM
 from ._mapped import Mapped
 from ._pickles import naming_convert
 from ._pins import pinned_in
@@ -28,11 +32,13 @@ from ._primed import PRIMED, primed
 from ._recorder import Recorder
 from ._reload import Cuts
 from ._remote import RemoteWeights, is_remote
+from ._sleep import install_in_worker
 from ._startup import phase
 from ._strict import not_used
-from ._vllm_reload import begin, ends, has_experts, lend, waits, weights
+from ._vllm_online import is_known, layers_loaded, quantises
+from ._vllm_reload import begin, ends, has_experts, lend, until_end, waits, weights
 
-_ENGINE = "vLLM"
+_ENGINE = VLLM.name
 _ITERATE = "safetensors_weights_iterator"
 """What the default loader calls for the tensors of the files that it has chosen."""
 
@@ -85,15 +91,32 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self._asked = 0
         """Places whose tensors were asked for, of this loader or as vLLM gives them where that was accepted."""
 
+    def load_model(self, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """vLLM's own: makes the model, calls `load_weights`, and processes the weights."""
+        refuse_own_loader(_ENGINE, model_config)
+        made: torch.nn.Module = super().load_model(vllm_config, model_config, *args, **kwargs)
+        return made
+
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Records what the model's own loader copies, and loads that."""
+        refuse_own_loader(_ENGINE, model_config)
+        with around(observe("load", engine="vllm")) as seen:
+            try:
+                self._load_weights(model, model_config, seen)
+            except BaseException:
+                seen.named(self._place(model_config.model))  # a load whose files are not found has no name yet
+                raise
+
+    def _load_weights(self, model: torch.nn.Module, model_config: Any, seen: Seen) -> None:
+        install_in_worker()
         self._loads = loads = Loads(_device_of(model), self.settings.options)
+        loads.seen = seen
         loads.engine, loads.strict, loads.mapped = _ENGINE, self.settings.strict, self.settings.mapped
         loads.join(_ranks)
         self.reports, self.fallbacks, self._asked = [], loads.fallbacks, 0
         try:
             with loads.barrier():
-                with phase("recording"):
+                with phase("recording"), layers_loaded(model, loads.recorders):
                     super().load_weights(model, model_config)
                     self._check_asked()
                 self.reports = loads.run(model)
@@ -118,7 +141,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def _reload_mapped(self, mapped: Mapped, loads: Loads, model: torch.nn.Module) -> Any:
         """Mapped tensors for a reload, which vLLM copies. To be primed."""
         lend(mapped)
-        with loads.company():
+        with until_end(loads.seen), loads.company():
             yield PRIMED
             yield from mapped.weights("layer")
             self.reports += loads.run(model)
@@ -127,7 +150,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _reload(self, recorder: Recorder, loads: Loads) -> Any:
         """Deferred tensors for a reload; its ranks make one load. To be primed."""
-        with loads.company():
+        with until_end(loads.seen), loads.company():
             yield PRIMED
             yield from weights(recorder, loads.group, self.reports.append)
             if loads.group is not None:
@@ -137,12 +160,20 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """Raises UnsupportedError if tensors come that this loader was not asked for, unless the user accepts that."""
         if self._asked == 0:
             self._asked = 1  # said once
-            self._refuse("this vLLM does not ask its loader for tensors where it used to (_get_weights_iterator)")
+            why = "this vLLM does not ask its loader for tensors where it used to (_get_weights_iterator)"
+            why = f"{why}; tested: {tested(VLLM)}"
+            if self._loads is not None or self._name is None:
+                self._refuse(why)
+                return
+            with self._reload_seen(self._name) as seen:
+                self._refuse(why)
+                seen.forget()  # vLLM loads in its own way
 
     def _refuse(self, why: str, way_out: str = "") -> None:
         not_used(_ENGINE, why, self.settings.strict, way_out)
         if self._loads is not None and why not in self._loads.fallbacks:
             self._loads.fallbacks.append(why)
+            self._loads.seen.fell_back(why)
 
     def _prepare_weights(self, model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
         place = self._place(model_name_or_path)
@@ -165,20 +196,39 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         return self.settings.weights if first is None or first.name == name else name
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._loads is not None:
+            return self._found(source, self._loads.seen)  # `load_weights` ends it
+        with self._reload_seen(source.model_or_path) as seen:
+            return self._found(source, seen)
+
+    @contextmanager
+    def _reload_seen(self, name: str) -> Iterator[Seen]:
+        """Reports a reload of a model to operators. An error in this block ends the report."""
+        seen = observe("reload", engine="vllm").begin()
+        try:
+            with within(seen):
+                yield seen
+        except BaseException as error:
+            seen.named(self._place(name))  # as in `load_weights`
+            seen.end(error)
+            raise
+
+    def _found(self, source: Any, seen: Seen) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of one place."""
         place = self._place(source.model_or_path)
         if not is_remote(place):
-            return self._iterator(source, None)
+            return self._iterator(source, None, seen)
         # A reload takes what is there then
         pinned = pinned_in(source.model_or_path) if self._loads is not None else None
         remote = RemoteWeights(place, self.settings.storage, self.settings.files, pinned=pinned)
         try:
             # A filter of shards looks into them; tensors that nothing copies are not read anyway
             unfiltered = {"is_unused_weight": None} if hasattr(source, "is_unused_weight") else {}
-            return self._iterator(dataclasses.replace(source, model_or_path=remote.folder, **unfiltered), remote)
+            return self._iterator(dataclasses.replace(source, model_or_path=remote.folder, **unfiltered), remote, seen)
         finally:
             remote.close()
 
-    def _iterator(self, source: Any, remote: RemoteWeights | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterator(self, source: Any, remote: RemoteWeights | None, seen: Seen) -> Iterator[tuple[str, torch.Tensor]]:
         own: Any = getattr(default_loader, _ITERATE, None)
         asked = []
 
@@ -195,12 +245,26 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
             if self._loads is not None and self.load_config.safetensors_load_strategy == "torchao":
                 # vLLM makes tensors of torchao's own classes of them
                 return self._loads.fall_back("the checkpoint holds tensors of torchao's classes", chosen, otherwise)
+            if self._loads is not None and self._model is not None and quantises(self._model) and not is_known():
+                why = "this vLLM quantises layers while it loads them, in a way that Penstock does not know"
+                return self._loads.fall_back(why, chosen, otherwise)
             if self._loads is not None:
                 return self._loads.weights(chosen, keep, otherwise)
             model = self._model
             first = None if model is None else _first_loads.get(model)
             device = torch.device("cpu") if model is None else _device_of(model)
             loads = Loads(device, self.settings.options)
+            loads.seen = seen
+            return reload(chosen, keep, otherwise, loads, model, first)
+
+        def reload(
+            chosen: Chosen,
+            keep: Callable[[str], bool],
+            otherwise: Callable[[], Any],
+            loads: Loads,
+            model: torch.nn.Module | None,
+            first: _First | None,
+        ) -> Any:
             later = model is not None and waits(model, remote is not None)
             if model is not None and remote is None and ends():
                 loads.mapped = self.settings.mapped
@@ -220,7 +284,8 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 if model is not None and first is not None:
                     _first_loads[model] = _First(first.name, found)
 
-            return reloaded(chosen, keep, device, self.settings.options, cuts, otherwise, self._refuse, _ranks(), learn)
+            how = self.settings.options, cuts, otherwise, self._refuse, _ranks(), learn, loads.seen
+            return reloaded(chosen, keep, loads.device, *how)
 
         with _iterated_by(iterate):
             found: Iterator[tuple[str, torch.Tensor]] = super()._get_weights_iterator(source)
@@ -228,11 +293,13 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         if not asked:
             # vLLM has chosen other files, or reads these in a way that is not known
             place = without_secrets(source.model_or_path if remote is None else remote.place)
-            why = f"its loader has not called {_ITERATE} for the files of {place}"
+            why = f"its loader has not called {_ITERATE} for the files of {place} (tested: {tested(VLLM)})"
             if remote is not None:
                 raise UnsupportedError(f"{place}: {why}, and nothing else can read them there")
             ways = "if they are no safetensors files, convert them with `penstock convert`"
             self._refuse(why, ways)
+            if self._loads is None:
+                seen.forget()  # vLLM loads in its own way
         return found
 
 

@@ -21,17 +21,19 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
 
-from .._errors import PenstockError
+from .._errors import CancelledError, PenstockError
+from .._events import Seen
 from .._report import Report
 from ._deferred import Deferred
 from ._mapped import Mapped, close_all
 from ._recorder import Recorder, watching
 
 try:
-    from vllm.model_executor.model_loader.reload import inplace, layerwise
-except ImportError:  # a vLLM that reloads in another way
-    inplace = layerwise = None
+    from vllm.model_executor.model_loader.reload import inplace
+except ImportError:  # before 0.32 the runner reloads, and does this itself
+    inplace = None
 
 #: What they do to weights, if anything, goes through torch's dispatcher.
 _DISPATCHED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -41,6 +43,8 @@ _EXPERTS = "UnquantizedFusedMoEMethod"
 _under_way: list[Recorder] = []
 #: Mapped files of such reloads.
 _lent: list[Mapped] = []
+#: What operators see of them.
+_seen: list[Seen] = []
 
 
 def waits(model: torch.nn.Module, is_remote: bool) -> bool:
@@ -73,6 +77,7 @@ def ends() -> bool:
 def begin() -> None:
     """Begins a reload, of one place or several: what one that failed has left is nobody's any more."""
     _under_way.clear()
+    _end_seen(CancelledError("vLLM has not ended this reload"))
     with suppress(PenstockError):  # it has failed already
         _take_back()
 
@@ -80,6 +85,23 @@ def begin() -> None:
 def lend(mapped: Mapped) -> None:
     """Gives vLLM mapped files, whose leases are given back when the reload has ended, or the next one begins."""
     _lent.append(mapped)
+
+
+@contextmanager
+def until_end(seen: Seen) -> Iterator[None]:
+    """What operators see of a reload: it ends when vLLM ends it. Layers may wait for their copies until then."""
+    seen.begin()
+    _seen.append(seen)
+    try:
+        yield
+    except BaseException as error:
+        seen.end(error)
+        raise
+
+
+def _end_seen(error: BaseException | None = None) -> None:
+    while _seen:
+        _seen.pop(0).end(error)
 
 
 def _take_back() -> None:
@@ -114,7 +136,7 @@ def _flush(recorders: list[Recorder]) -> None:
 
 
 @contextmanager
-def _loaded_before_processing(layer: torch.nn.Module, recorders: list[Recorder]) -> Iterator[None]:
+def loaded_before_processing(layer: torch.nn.Module, recorders: list[Recorder]) -> Iterator[None]:
     """Within it, what processes the layer's weights finds them, however it looks at them."""
     method = getattr(layer, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase) or type(method) in _DISPATCHED:
@@ -142,7 +164,7 @@ def _processing(original: Callable[..., Any]) -> Callable[..., Any]:
         recorders = _waiting_for(info)
         if not recorders:
             return original(layer, info)
-        with watching(recorders), _loaded_before_processing(layer, recorders):
+        with watching(recorders), loaded_before_processing(layer, recorders):
             return original(layer, info)
 
     return process
@@ -173,13 +195,15 @@ def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
             _flush(_under_way)
             found = original(*args, **kwargs)
             _flush(_under_way)
-        except BaseException:
             _under_way.clear()
+            _take_back()
+        except BaseException as error:
+            _under_way.clear()
+            _end_seen(error)
             with suppress(PenstockError):  # the first error is the one that is raised
                 _take_back()
             raise
-        _under_way.clear()
-        _take_back()
+        _end_seen()
         return found
 
     return end
@@ -190,7 +214,10 @@ _HOOKS = (
     (layerwise, "_layerwise_process", _processing),
     (layerwise, "_reload_attention_scales", _processing),
     (layerwise, "_copy_and_restore_kernel_tensors", _restoring),
-    (inplace, "finalize_layerwise_reload", _ending),
+    # `inplace` has its own name for what ends a reload; the runner's calls this one
+    (inplace, "finalize_layerwise_reload", _ending)
+    if inplace is not None
+    else (layerwise, "finalize_layerwise_processing", _ending),
 )
 
 

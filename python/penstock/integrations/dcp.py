@@ -35,6 +35,7 @@ from .._core import Options
 from .._destination import Destination
 from .._dtypes import CASTABLE
 from .._errors import HeaderError, MissingDtypeError, UnsupportedError
+from .._events import around, observe
 from .._group import Gathering
 from .._memory import memory_of
 from .._report import Report
@@ -148,7 +149,11 @@ class StorageReader(_StorageReader):
         """Loads what the plan lists into the planner's tensors. Returns when all is there."""
         assert self._opened is not None, "read_metadata comes first"
         # What is wrong with the tensors of one rank the others hear of
-        with nullcontext() if self._group is None else Gathering(self._group) as together:
+        together: Any
+        with (
+            around(observe("load_into", self._opened, engine="dcp")),
+            nullcontext() if self._group is None else Gathering(self._group) as together,
+        ):
             targets = [self._target(item, planner) for item in plan.items]
             detours = {
                 number: torch.empty(target.shape, dtype=dtype, device=target.device)

@@ -12,7 +12,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from .._events import in_engine
+from ._drift import difference, once_per_process, tested, warn_untested, way_out
 from ._format import FORMAT
+from ._known import SGLANG
 
 _logger = logging.getLogger("penstock")
 _CONFIG = "sglang.srt.configs.load_config.LoadConfig"
@@ -23,7 +26,9 @@ _RESOLVE = "sglang.srt.server_args.ServerArgs.resolve_once"
 def register() -> None:
     """Makes the load format ``penstock`` known to SGLang. May be called repeatedly.
 
-    If SGLang's interface has changed too much, one line is logged, and the format is not there.
+    If SGLang takes no load formats of plugins, one line is logged, and the format is not there. If another place that
+    this hooks into has another form than the known one (`_known.SGLANG`), a configuration of this format is an error
+    that names it. With ``"strict": false`` it loads as ``safetensors`` does.
     """
     try:
         from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
@@ -32,8 +37,10 @@ def register() -> None:
 
         getattr(LoadConfig, _VERIFY)  # SGLang logs an exception for a hook on what is not there
     except (ImportError, AttributeError) as error:
-        _say_once(f"penstock: no load format {FORMAT}, because this SGLang's interface differs: {error}")
+        known = f"{tested(SGLANG)}: {error}"
+        _say_once(f"penstock: no load format {FORMAT}, because this SGLang's interface differs from that of {known}")
         return
+    in_engine("sglang")
     if FORMAT in LOAD_FORMAT_CHOICES:
         return
     HookRegistry.register(f"{_CONFIG}.{_VERIFY}", _verified, HookType.AROUND)
@@ -44,8 +51,7 @@ def register() -> None:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
         register_resolution_hook(STEP)(resolve)
-    except (ImportError, ValueError) as error:
-        _say_once(f"penstock: this SGLang takes no addresses of models, because its interface differs: {error}")
+    except (ImportError, ValueError):
         HookRegistry.register(_RESOLVE, refuse, HookType.BEFORE)
 
 
@@ -70,22 +76,27 @@ def _claim(config: Any) -> None:
         raise InvalidError("SGLang: --model-loader-extra-config: give an object of JSON")
     settings = settings_of(given, "SGLang")
     config.load_format, config.model_loader_extra_config = settings.engine_format, {}
-    try:
-        from ._sglang_loader import install
+    unknown = difference(SGLANG)
+    if unknown is None:
+        try:
+            from ._sglang_loader import install
 
-        install()
-    except (ImportError, AttributeError, TypeError) as error:
-        _refuse(f"its loader's interface differs: {error}", settings.strict)
+            install()
+        except (ImportError, AttributeError) as error:
+            unknown = f"its loader's interface differs from that of {tested(SGLANG)}: {error}"
+    if unknown is not None:
+        _refuse(unknown, settings.strict)
         return
+    warn_untested(SGLANG)
     config.penstock = settings
 
 
-@functools.cache
 def _refuse(why: str, strict: bool) -> None:
-    """Raises UnsupportedError, or warns once."""
+    """Raises UnsupportedError, or warns once in a process."""
     from ._strict import not_used
 
-    not_used("SGLang", why, strict)
+    if strict or once_per_process(why):
+        not_used(SGLANG.name, why, strict, way_out(SGLANG))
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from .._checkpoint import open as open_checkpoint
 from .._destination import Destination
 from .._dtypes import CASTABLE
 from .._errors import InvalidError, SliceError, UnknownTensorError
+from .._events import NOTHING, observe
 from .._torch import torch_dtype
 
 
@@ -55,6 +56,9 @@ class Weights:
         options: Any = None,
     ) -> None:
         self.checkpoint = open_checkpoint(filenames)
+        seen = observe("load", self.checkpoint, engine="tgis", kept=True)
+        if seen is not NOTHING:
+            self.checkpoint._within = seen  # one event, when the weights are dropped
         self.device = torch.device(device)
         self.dtype = dtype
         self.process_group = process_group
