@@ -1,37 +1,42 @@
 #!/usr/bin/env bash
 # A machine of another kind inside this one, to test what this kernel lacks: QEMU without hardware help boots a Debian
 # kernel. Its root is this machine's files (9p, read only, under a writable layer in memory).
-# It has what is asked for: kernel NFS, server and client; NUMA nodes; several NVMe drives with a bandwidth each.
+# It has what is asked for: kernel NFS, server and client; NUMA nodes; several NVMe drives with a bandwidth each; control
+# groups of version 2.
 # The processor is 10 to 30 times slower than the host's: behaviour and counts are real in it, rates are not.
 #
 # usage: tools/lab.sh [options] -- COMMAND...
 # Runs COMMAND as root in the guest, in the current directory, and exits with its status.
 #   --kernel 6.1|6.12   Debian kernel (default 6.12)
 #   --nodes N           NUMA nodes (default 1); the drives are dealt to them
-#   --drives N          empty NVMe drives of 4 GiB, /dev/nvme0n1 and so on (default 1)
+#   --drives N          empty NVMe drives, /dev/nvme0n1 and so on (default 1)
+#   --drive-gib N       GiB of each drive (default 4); a hole in a file until it is written
 #   --drive-mbps X      bandwidth of each drive in MB/s (default: no limit)
 #   --memory M          MiB (default 4096)
 #   --cpus N            processors (default 2)
 #   --timeout S         seconds until the guest is ended (default 600)
 #   --nfs               the first drive as ext4 at /srv/nfs, exported, and mounted with NFS 4.2 at /mnt/nfs
+#   --cgroup2           control groups of version 2 at /sys/fs/cgroup, with memory and pids, and none of version 1
 #   --out DIR           a folder that the guest may write to, as /out (default: a new one)
 # Needs a Debian machine and root. Packages: qemu-system-x86 busybox-static cpio kmod xz-utils, and for --nfs
 # nfs-kernel-server nfs-common. The kernel's package is fetched with apt-get and kept in ~/.cache/penstock-lab.
 set -euo pipefail
 export PATH=$PATH:/sbin:/usr/sbin
 
-kernel=6.12 nodes=1 drives=1 mbps='' memory=4096 cpus=2 limit=600 nfs='' out=''
+kernel=6.12 nodes=1 drives=1 gib=4 mbps='' memory=4096 cpus=2 limit=600 nfs='' cgroup2='' out=''
 usage() { sed -n '/^# usage/,/^set/p' "$0" | sed '$d'; exit 64; }
 while [ $# -gt 0 ]; do
   case $1 in
     --kernel) kernel=$2; shift 2 ;;
     --nodes) nodes=$2; shift 2 ;;
     --drives) drives=$2; shift 2 ;;
+    --drive-gib) gib=$2; shift 2 ;;
     --drive-mbps) mbps=$2; shift 2 ;;
     --memory) memory=$2; shift 2 ;;
     --cpus) cpus=$2; shift 2 ;;
     --timeout) limit=$2; shift 2 ;;
     --nfs) nfs=1; shift ;;
+    --cgroup2) cgroup2=1; shift ;;
     --out) out=$2; shift 2 ;;
     --) shift; break ;;
     *) usage ;;
@@ -114,6 +119,10 @@ ip link set lo up 2>/dev/null || ifconfig lo up
 modprobe nvme; modprobe ext4; modprobe xfs 2>/dev/null; udevadm settle 2>/dev/null; sleep 0.5
 ulimit -n 65536
 G
+  [ -z "$cgroup2" ] || cat <<'C'
+mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 /sys/fs/cgroup
+echo '+memory +pids' > /sys/fs/cgroup/cgroup.subtree_control
+C
   [ -z "$nfs" ] || cat <<'N'
 mkfs.ext4 -q -F /dev/nvme0n1
 mkdir -p /srv/nfs /mnt/nfs
@@ -153,7 +162,7 @@ if [ "$nodes" -gt 1 ]; then
   done
 fi
 for i in $(seq 0 $((drives - 1))); do
-  truncate -s 4G "$work/drive$i"
+  truncate -s "${gib}G" "$work/drive$i"
   throttle=${mbps:+,throttling.bps-total=$((mbps * 1000000))}
   machine+=(-drive "file=$work/drive$i,if=none,id=d$i,format=raw,cache=none,aio=threads$throttle")
   bus=
