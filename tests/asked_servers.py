@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import http.server
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from local_server import local_server
 
 
 @contextmanager
@@ -25,11 +26,5 @@ def listening() -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *about: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
-        finally:
-            server.shutdown()
-            thread.join()
+    with local_server(Handler) as place:
+        yield f"http://{place}", asked

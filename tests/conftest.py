@@ -33,16 +33,34 @@ from penstock.bench import reference
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Layout, Tensor
 
+# A busy machine takes longer than 200 ms for any example. The engines' environments have no hypothesis.
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    hypothesis.settings.register_profile("busy", deadline=None)
+    hypothesis.settings.load_profile("busy")
+
 torch = pytest.importorskip("torch")
 
-#: What failed tests leave; hooks for the marks `machine` and `pairwise`; checkpoints with the layouts of public models;
-#: processes that load together; programs that find torch imported.
-pytest_plugins = ["aftermath", "machine", "models", "pairwise", "ranks_together", "placed_ranks", "with_torch"]
+#: What failed tests leave; hooks for the marks `machine`, `pairwise` and `sampled`; checkpoints with the layouts of
+#: public models; processes that load together; pods; programs that find torch imported.
+pytest_plugins = [
+    "aftermath",
+    "machine",
+    "models",
+    "pairwise",
+    "ranks_together",
+    "placed_ranks",
+    "restricted_pods",
+    "with_torch",
+]
 
 #: The tests of serving engines need an environment with those engines: `make engines`.
 collect_ignore_glob = [] if os.environ.get("PENSTOCK_TEST_ENGINES") == "1" else ["engines"]
 #: Those of real servers need these: `make test-servers`.
 collect_ignore_glob += [] if os.environ.get("PENSTOCK_TEST_SERVERS") else ["servers"]
+#: Those of restricted pods need root and a profile: `make pod`.
+collect_ignore_glob += [] if os.environ.get("PENSTOCK_TEST_PODS") else ["pods"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # What a shell starts in the background ignores Ctrl-C, and so would the programs that tests interrupt

@@ -89,10 +89,16 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         return made
 
     def seat() -> _core.Seat:
-        return _core.Seat("127.0.0.1")
+        return _core.Seat("127.0.0.1", Options(), known())
 
     def lookout() -> _core.Lookout:
-        return _core.Lookout("127.0.0.1")
+        return _core.Lookout("127.0.0.1", Options(), known())
+
+    def known() -> _core.Pass:
+        return _core.Pass(0, bytes(16))
+
+    def standing() -> _core.Standing:
+        return _core.Standing("127.0.0.1", Options(), known())
 
     def saving() -> Save:
         return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
@@ -105,6 +111,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
     table = {
         "authorities": Call(None, {"ca": path}),
+        "bound": Call(None, "127.0.0.1"),
+        "built": Call(None),
         "certificates": Call(None, {"tls_verify": False}),
         "ceiling": Call(None, "copy", [path], **measured),
         "contents": Call(None, [path], 1 << 20, 5.0, {"connections": 3}, ("http://127.0.0.1", "token")),
@@ -116,12 +124,14 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "names_in": Call(None, str(folder), 5.0, {"connections": 3}),
         "probe": Call(None, path),
         "proxy": Call(None, "https://127.0.0.1/x", {"proxy": "http://user@127.0.0.1:1"}),
+        "quiesce": Call(None, "told to", 1.0),
         "residency": Call(None, path),
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
         "stop_fills": Call(None, "told to", 1.0),
         "stop_reading_ahead": Call(None, 0.1),
         "unchecked_hosts": Call(None),
+        "under_way": Call(None),
         "storage_defaults": Call(None),
         "storage_settings": Call(None),
         "unwritable": Call(None, [(4096, 8192)]),
@@ -182,15 +192,22 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "CacheFill.wait": Call(filling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
-        "Lookout.__new__": Call(None, "127.0.0.1"),
+        "Lookout.__new__": Call(None, "127.0.0.1", Options(), known()),
         "Lookout.close": Call(lookout),
         "Lookout.look": Call(lookout),
-        "Lookout.watch": Call(lookout, 0, [("127.0.0.1", 1)], 1.0),
-        "Seat.__new__": Call(None, "127.0.0.1"),
+        "Lookout.watch": Call(lookout, [("127.0.0.1", 1, bytes(16))], 1.0),
+        "Pass.__new__": Call(None, 0, bytes(16)),
+        "Pass.mark": Call(known),
+        "Pass.matches": Call(known, 0, bytes(16), ""),
+        "Standing.__new__": Call(None, "127.0.0.1", Options(), known()),
+        "Standing.join": Call(standing, [("127.0.0.1", 1)], [("127.0.0.1", 1, bytes(16))], bytes(16), 1.0, 1.0),
+        "Standing.closed": Call(standing),
+        "Standing.close": Call(standing, 1),
+        "Seat.__new__": Call(None, "127.0.0.1", Options(), known()),
         "Seat.close": Call(seat),
         "Seat.look": Call(seat, [0]),
-        "Seat.watch": Call(seat, [("127.0.0.1", 1)], 1.0),
-        "Seat.join": Call(seat, 0, [("127.0.0.1", 1)], bytes(16), 1.0),
+        "Seat.watch": Call(seat, [("127.0.0.1", 1, bytes(16))], 1.0),
+        "Seat.join": Call(seat, [("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares.__new__": Call(None, checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
         "is_resident": Call(None, checkpoint(), [0, 1], [None, [(0, 4, 1)]]),
         "missing_where_mappable": Call(None, checkpoint(), [0, 1]),
@@ -207,8 +224,10 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Reader": reader,
         "CacheFill": filling,
         "Lookout": lookout,
+        "Pass": known,
+        "Standing": standing,
         "Seat": seat,
-        "Mesh": lambda: seat().join(0, [("127.0.0.1", 1)], bytes(16), 1.0),
+        "Mesh": lambda: seat().join([("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares": lambda: _core.Shares(checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
     }
     for name in found() - set(table):  # those without arguments

@@ -26,6 +26,7 @@ from typing import Any
 
 LOOKUP, FORGET, GETATTR, OPEN, READ, STATFS, RELEASE, FLUSH = 1, 2, 3, 14, 15, 17, 18, 25
 INIT, OPENDIR, READDIR, RELEASEDIR, INTERRUPT, DESTROY, BATCH_FORGET = 26, 27, 28, 29, 36, 38, 42
+DIRECT_IO = 1  # of an open file: no page cache is between its reads and the server (FOPEN_DIRECT_IO)
 NAMES = {LOOKUP: "lookup", GETATTR: "getattr", OPEN: "open", READ: "read"}
 ASYNC_READ, MAX_PAGES = 1 << 0, 1 << 22
 MOST = 1 << 20
@@ -45,7 +46,7 @@ class Server:
         self.pool = ThreadPoolExecutor(128)
         self.changed = threading.Condition()
         self.how: dict[str, Any] = {"latency": 0.0, "hang": [], "fail": [], "errno": errno.EIO, "after": 0}
-        self.how |= {"sizes": {}, "bad": {}, "direct": True}
+        self.how |= {"sizes": {}, "bad": {}, "direct": True, "cached": True}
         self.requests: dict[str, int] = dict.fromkeys(NAMES.values(), 0)
         self.at_once = self.most_at_once = self.hanging = self.read_bytes = 0
 
@@ -162,7 +163,8 @@ class Server:
         if opcode == OPEN:
             if struct.unpack_from("<I", body)[0] & os.O_DIRECT and not self.how["direct"]:
                 raise OSError(errno.EINVAL, "no O_DIRECT here")
-            return struct.pack("<QIi", os.open(path, os.O_RDONLY), 0, 0)
+            flags = 0 if self.how["cached"] else DIRECT_IO
+            return struct.pack("<QIi", os.open(path, os.O_RDONLY), flags, 0)
         if opcode == OPENDIR:
             return struct.pack("<QIi", 0, 0, 0)
         if opcode == READ:
@@ -204,7 +206,8 @@ class SlowFs:
 
         latency: seconds per read. hang, fail: lists of "lookup", "getattr", "open", "read"; after: how many of each are
         let through first. errno: of what fails. sizes: {name: size} to pretend. bad: {name: offset} of a byte that
-        cannot be read. forget: count from 0 again.
+        cannot be read. cached: whether files that are opened from now on are read through the page cache; otherwise
+        each read is one request. forget: count from 0 again.
         """
         assert self.server.stdin is not None
         assert self.server.stdout is not None

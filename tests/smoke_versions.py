@@ -1,5 +1,6 @@
 """What every supported Python must do with the one abi3 wheel; needs numpy and safetensors. `make versions` runs it."""
 
+import importlib.util
 import multiprocessing
 import os
 import subprocess
@@ -46,8 +47,11 @@ def main() -> None:
             assert "missing.safetensors" in str(error)
         else:
             raise AssertionError("a missing file opened")
+        reads_the_variable = importlib.util.find_spec("_penstock_patch") is not None
         for value in ("0", "1"):
-            assert unedited(path, value) == [str(value == "1"), str(expected["row"].sum())], value
+            patched = str(reads_the_variable and value == "1")
+            assert unedited(path, value) == [patched, str(expected["row"].sum())], value
+        assert started_by_run(path) == ["True", str(expected["row"].sum())]
     print(f"Python {sys.version.split()[0]}: 1 passed, 0 failed")
 
 
@@ -55,15 +59,24 @@ def total(path: Path) -> int:
     return int(penstock.open(path).load(framework="np")["row"].sum())
 
 
-def unedited(path: Path, value: str) -> list[str]:
-    """What a program that knows nothing of penstock does with PENSTOCK_PATCH: the wheel brings what starts it."""
-    code = """
+UNEDITED = """
 import sys
 from safetensors.numpy import load_file, safe_open
 print(safe_open.__module__.startswith("penstock."), load_file(sys.argv[1])["row"].sum())
 """
+
+
+def unedited(path: Path, value: str) -> list[str]:
+    """What a program that knows nothing of penstock does with PENSTOCK_PATCH: penstock-patch brings what reads that."""
     environment = {**os.environ, "PENSTOCK_PATCH": value}
-    return subprocess.check_output([sys.executable, "-c", code, path], env=environment, text=True).split()
+    return subprocess.check_output([sys.executable, "-c", UNEDITED, path], env=environment, text=True).split()
+
+
+def started_by_run(path: Path) -> list[str]:
+    """What such a program does when penstock.run starts it."""
+    script = path.parent / "unedited.py"
+    script.write_text(UNEDITED)
+    return subprocess.check_output([sys.executable, "-m", "penstock.run", script, path], text=True).split()
 
 
 if __name__ == "__main__":

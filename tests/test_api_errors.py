@@ -36,6 +36,7 @@ CAUGHT_AS = {
     "Limit": OSError,
     "Forked": RuntimeError,
     "Engine": RuntimeError,
+    "Busy": RuntimeError,
     "Internal": RuntimeError,
 }
 

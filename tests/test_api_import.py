@@ -33,8 +33,8 @@ print([m for m in ("torch", "numpy") if m in sys.modules])
 #: The modules of penstock that every program imports, and those of Python that it imports for them. Others come when a
 #: program asks for what needs them. Each module that is added here costs every program (`benches/importing.py`).
 OURS = """
-_checkpoint _choices _collector _core _device _dtypes _errors _framework _frameworks _job _late_imports _load _options
-_paths _progress _report _request _running _selection _tls
+_checkpoint _choices _collector _core _device _dtypes _errors _event_words _events _framework _frameworks _job
+_late_imports _load _options _paths _progress _report _request _running _selection _tls
 """
 PYTHONS = "__future__ atexit contextlib gc importlib.util re safetensors threading typing warnings weakref"
 

@@ -161,6 +161,7 @@ def test_the_number_of_loads_comes_first_and_the_published_figures_last(name, mo
     assert "ranks no loader" in out
 
 
+@pytest.mark.sampled(0)
 def test_the_summary_has_a_quick_run_too(monkeypatch, tmp_path, capsys):
     ran = Ran(monkeypatch, tmp_path)
     ran.run("--preset", "summary", "--quick")

@@ -109,6 +109,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.sampled(0)
 @wants_tools
 def test_the_benchmark_compares_loads_from_a_server(tmp_path: Path):
     """Without netbench-go, where there is no Go, what needs it is absent; Run:ai's streamer may be."""

@@ -209,10 +209,14 @@ def one(tmp_path: Path) -> Path:
 def test_a_read_that_a_busy_server_refuses_is_asked_for_again(status: int, body: bytes, one: Path):
     """How often, and for how long: `crates/core/src/store/remote/net_tests.rs`, where no time passes."""
     with moody(one, [(status, body)]) as (url, asked):
-        assert len(penstock.open(url).load(framework="np")) == 1
+        checkpoint = penstock.open(url)
+        assert len(checkpoint.load(framework="np")) == 1
         assert len(asked) >= 2
+        network = checkpoint.last_report["network"]
+        assert (network["busy"], network["retries"]) == (1, 1)
 
 
+@pytest.mark.sampled(0)
 def test_a_read_that_fails_is_given_up_when_the_patience_is_over(one: Path):
     with moody(one, [(500, b"")] * 1000) as (url, _):
         begun = time.monotonic()

@@ -77,6 +77,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return bool(nan.equal(ours.isnan()) and bits(ours)[~nan].equal(bits(theirs)[~nan]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("source", "target"), list(permutations(DTYPES, 2)))
 def test_every_cast_is_that_of_torch(tmp_path: Path, source: str, target: str) -> None:
     elements = source_of(source)

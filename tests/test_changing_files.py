@@ -109,6 +109,7 @@ def test_changed_in_the_middle_of_a_stream(file, change, route):
     assert not ordeal.threads()
 
 
+@pytest.mark.sampled(7)
 @of_change
 @by_route
 def test_changed_by_somebody_else_at_any_moment(original, tmp_path, change, route):

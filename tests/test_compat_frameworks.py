@@ -132,6 +132,7 @@ def test_jax_leaves_the_dictionary_as_it_is(tmp_path: Path):
     )
 
 
+@pytest.mark.pairwise
 @row("dtypes in JAX", "dtypes in TensorFlow, Paddle, MLX")
 @pytest.mark.parametrize("dtype", sorted(BITS))
 @pytest.mark.parametrize("shape", [(2, 4), (), (0, 4)], ids=str)
@@ -180,7 +181,7 @@ def test_every_dtype(framework: Framework, tmp_path: Path, dtype: str, shape: tu
         assert [framework.plain(found) for _, found in file.tensors()] == [framework.plain(tensor)]
 
 
-@row('`slice[index]`, numpy and others; `backend="pread"`')
+@row('`slice[index]`, numpy and others, or `backend="pread"`')
 def test_indices(framework: Framework, few: Path):
     def of(index: Any) -> Callable[[ModuleType], Any]:
         return lambda m: framework.plain(m.safe_open(few, framework.name).get_slice("z.weight")[index])

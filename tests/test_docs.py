@@ -220,8 +220,20 @@ def test_the_first_example_prints_what_the_readme_says(here):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(compile(blocks("README.md", "python")[0], "README.md", "exec"), {})
-    [shown, *_] = blocks("README.md", "text")
-    assert said.getvalue() == shown
+    _, shown = blocks("README.md", "python")[0].rstrip().rsplit("# ", 1)
+    assert said.getvalue().rstrip() == shown
+
+
+def test_the_first_screen_of_the_readme_has_what_a_newcomer_looks_for_in_25_lines():
+    screen, _, _ = (ROOT / "README.md").read_text().partition("\n## ")
+    lines = screen.rstrip().splitlines()
+    assert len(lines) <= 25
+    status = next(line for line in lines if line.startswith("**Status**"))
+    assert re.search(r"\*\*Never run: a GPU, an engine that answers requests, a second machine, .*\bAWS\b", status)
+    order = ["# Penstock", "**Status**", "$ make wheel && pip install", "```python", "| Penstock |"]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in order]
+    assert places == sorted(places)
+    assert sum(line.startswith("$ ") for line in lines) == 4
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tuning.md", "docs/troubleshooting.md"])
@@ -317,7 +329,7 @@ def test_every_function_of_the_modules_like_those_of_safetensors_is_described():
             for name in re.findall(r"`penstock\.(\w+)`", names):
                 described[name] = set(re.findall(r"`([^`]+)`", functions))
     folder = Path(penstock.__file__).parent
-    public = {path.stem for path in folder.glob("*.py") if path.stem[0] != "_"} - {"cli"}
+    public = {path.stem for path in folder.glob("*.py") if path.stem[0] != "_"} - {"cli", "run"}
     assert described.keys() == public
     for name in public:
         tree = ast.parse((folder / f"{name}.py").read_text())

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import io
+import math
 import re
 import statistics
 import sys
@@ -207,9 +208,21 @@ def check_drives(table: Table) -> None:
         assert found, f"{table.place}: {way}, {key}"
 
 
+def check_lora(table: Table) -> None:
+    kept_seconds = kept("two-core-vm-lora")["seconds"]
+    assert [tuple(row[:2]) for row in table.rows] == [
+        (state, name) for state, of in kept_seconds.items() for name in of
+    ]
+    for state, name, middle, last, ratio in table.rows:
+        values, vllms = kept_seconds[state][name], kept_seconds[state]["vllm"]
+        shown = statistics.median(values) * 1e3, sorted(values)[math.ceil(len(values) * 0.99) - 1] * 1e3
+        assert fits(middle, shown[0]) and fits(last, shown[1]), f"{table.place}: {state}, {name}: {shown}"
+        assert fits(ratio, statistics.median(a / b for a, b in zip(vllms, values, strict=True)))
+
+
 #: The heading of a table and its first header cells: what compares it.
 CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
-    ("Penstock", "Penstock"): check_summary,
+    ("Penstock", "GPT-2: cold"): check_summary,
     ("Cold loads, to the last byte touched", "Penstock"): check_summary,
     ("Copied loads of GPT-2 and dense", "seconds"): partial(
         check_shown, benchmark="copied", results=["two-core-vm-copied"]
@@ -220,6 +233,7 @@ CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
     ("vLLM's loaders, files in the page cache", "seconds"): partial(
         check_shown, benchmark="engines", results=["two-core-vm-engines", "two-core-vm-engines-one-rank"]
     ),
+    ("LoRA adapters", "contestant"): check_lora,
     ("MiniLM, 91 MB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="minilm"),
     ("GPT-2, 548 MB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="gpt2"),
     ("dense, 2.95 GB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="dense"),
@@ -289,7 +303,7 @@ def test_every_kept_result_is_named_in_the_documents():
 
 
 def test_sizes_of_the_readme_are_those_of_the_kept_checkpoints():
-    sizes = re.search(r"Three checkpoints \(([\d.]+), ([\d.]+) and ([\d.]+) GB\)", (TOP / "README.md").read_text())
+    sizes = re.search(r"machine \(([\d.]+), ([\d.]+) and ([\d.]+) GB\)", (TOP / "README.md").read_text())
     assert sizes is not None
     of = kept("two-core-vm-summary")["checkpoints"]
     assert [

@@ -64,6 +64,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert list(folder.iterdir()) == []
 
 
+def test_without_a_folder_to_write_to_the_error_says_what_to_do(bucket, monkeypatch):
+    """As in a pod whose root is read-only, without an emptyDir."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(penstock.WriteError, match=r"can be written to.*/proc.*emptyDir.*TMPDIR") as caught:
+        _fetched.fetch("s3://bucket/m/", settings(bucket))
+    assert isinstance(caught.value, OSError)
+    with pytest.raises(penstock.WriteError, match="TMPDIR"):
+        RemoteWeights("s3://bucket/m/", settings(bucket))
+
+
 def settings(bucket: Bucket, **more: Any) -> Any:
     return {"endpoint": bucket.endpoint, "access_key_id": KEY, "secret_access_key": SECRET, **more}
 

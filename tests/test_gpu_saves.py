@@ -42,6 +42,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {name: reference.raw(entry).tobytes() for name, entry in reference.entries_of(folder).items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["aligned", "compact"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_save_takes_about_as_few_copies_as_the_load(fake: FakeGpu, tmp_path: Path, name: str, layout: str) -> None:

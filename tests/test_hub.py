@@ -8,12 +8,12 @@ import http.server
 import json
 import os
 import pickle
-import threading
 from pathlib import Path
 
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
+from local_server import local_server
 from penstock import _hub
 from penstock._errors import InvalidError, NotFoundError
 from penstock.synthetic import synth
@@ -703,38 +703,31 @@ def test_what_huggingface_hub_downloads_is_opened_and_verified(cache, small, mon
     hub = pytest.importorskip("huggingface_hub")
     files = {path.name: path.read_bytes() for path in small.iterdir() if not path.name.startswith(".")}
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     handler = type("Files", (Server,), {"files": files})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    with local_server(handler) as place:
 
         def download() -> None:
             for name in files:
-                hub.hf_hub_download("org/name", name, cache_dir=cache.folder, endpoint=endpoint)
+                hub.hf_hub_download("org/name", name, cache_dir=cache.folder, endpoint=f"http://{place}")
 
-        try:
-            download()
-            checkpoint = penstock.open("org/name")
-            Oracle(small).same(checkpoint.load(framework="pt"))
-            found = checkpoint.verify(progress=False)
-            assert sorted(Path(path).name for path in found) == sorted(files)
-            assert set(found.values()) == {"blob name"}
-            assert penstock.open(f"org/name@{COMMIT}").files == checkpoint.files
-            # What the errors advise: nothing else makes it fetch a damaged blob again
-            damaged = Path(checkpoint.files[0]).resolve()
-            flip(damaged)
-            download()
-            with pytest.raises(penstock.DigestError, match=f"remove {damaged} and download it again"):
-                checkpoint.verify(progress=False)
-            damaged.unlink()
-            assert "links to nothing" in refused("org/name")
-            download()
-            assert penstock.open("org/name").verify(progress=False) == found
-        finally:
-            server.shutdown()
-            thread.join()
+        download()
+        checkpoint = penstock.open("org/name")
+        Oracle(small).same(checkpoint.load(framework="pt"))
+        found = checkpoint.verify(progress=False)
+        assert sorted(Path(path).name for path in found) == sorted(files)
+        assert set(found.values()) == {"blob name"}
+        assert penstock.open(f"org/name@{COMMIT}").files == checkpoint.files
+        # What the errors advise: nothing else makes it fetch a damaged blob again
+        damaged = Path(checkpoint.files[0]).resolve()
+        flip(damaged)
+        download()
+        with pytest.raises(penstock.DigestError, match=f"remove {damaged} and download it again"):
+            checkpoint.verify(progress=False)
+        damaged.unlink()
+        assert "links to nothing" in refused("org/name")
+        download()
+        assert penstock.open("org/name").verify(progress=False) == found
 
 
 def test_a_variant_of_a_repository_is_opened_and_what_is_passed_over_is_told(cache, weights):

@@ -22,6 +22,7 @@ LOOKUPS = {
     "penstock._frameworks": "the file of a framework, which imports what every framework has",
     "penstock._patch": "the counterpart of a module of safetensors, which has the name of a framework",
     "penstock.bench.child": "the loader that is measured",
+    "penstock.integrations._drift": "places in an engine, whose form is compared with the known one",
     "penstock.selftest.peers": "the loaders that are compared",
 }
 
@@ -145,6 +146,7 @@ NAMES_FILES = {
     "wake.rs": "eventfds",
     "wake/model.rs": "eventfds",
     "load/drive.rs": "waits for eventfds",
+    "load/shared.rs": "eventfds",
     "staging.rs": "waits for eventfds",
     "device/mod.rs": "eventfds",
     "device/cpu.rs": "eventfds",

@@ -63,6 +63,7 @@ def test_gpt2_into_a_module(gpt2: Path) -> None:
     assert report.tensors == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ROUTES, ids=str)
 @pytest.mark.parametrize("state", ["warm", "cold"])
 def test_a_mixture_of_9266_tensors_in_four_files(moe: Model, way: Way, state: str) -> None:

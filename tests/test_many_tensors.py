@@ -104,6 +104,7 @@ def test_opened_within_400_ms_and_loaded_within_1800_ms(
     raise AssertionError(f"{TRIES} tries: {json.dumps(seen, indent=1)}")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("copy", [None, True], ids=["mapped", "private"])
 def test_every_byte_of_every_tensor(
     many: Path, files: list[Path], entries: dict[str, reference.Entry], copy: bool | None

@@ -134,6 +134,7 @@ STAGING = 32 * MIB
 BOUNDED = {"staging": STAGING, "extent": 2 * MIB}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("way", "state"),
     [*((way, "cold") for way in ROUTES), *((way, "half") for way in ROUTES if way.io == "auto")],

@@ -77,6 +77,7 @@ def test_asking_for_a_mapping_of_it_is_an_error_that_says_why(remote):
     assert str(remote) in str(e.value)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("io", ["auto", "buffered", "direct", "threads"])
 def test_reads_that_hang_end_in_an_error_that_names_file_and_bytes(fs, remote, io):
     fs.tell(hang=["read"], after=fs.tell()["requests"]["read"] + 12)
@@ -170,6 +171,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c_ends_a_load_that_hangs_and_the_process_can_exit(fs, remote, way):
     program = (
@@ -374,6 +376,7 @@ OPENING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("request_", ["lookup", "getattr", "open", "read"])
 @pytest.mark.parametrize("way", OPENING)
 def test_an_open_that_hangs_ends_in_an_error_that_names_the_path(fs, remote, backing, way, request_):

@@ -111,6 +111,7 @@ def test_before_the_first_load_nothing_is_known(disk, source):
     assert run(HEAD + f"print(*ways({opened}))", disk, timeout=LIMIT).split() == [str(count), "aside"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS", "EINVAL", "EAGAIN"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_where_the_kernel_does_not_say_where_a_path_leads(disk, source, error):
@@ -155,6 +156,7 @@ def test_what_leads_off_the_disk_is_opened_aside(disk, elsewhere, source):
     assert run(LOADED + f"print(*ways({opened}))", disk, timeout=LIMIT).split() == [str(AWAY[source]), "aside"]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.skipif("slow_fs.why_not() is not None", reason="no FUSE here")
 @pytest.mark.parametrize(
     ("source", "request_"),

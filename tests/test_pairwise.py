@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from pairwise import cover, values
+from pairwise import cover, sample, values
 
 
 def pairs(rows: Sequence[Sequence[Hashable]]) -> set[object]:
@@ -57,3 +61,35 @@ def test_a_parameter_of_several_fields_is_several_columns() -> None:
     assert values(Way("direct", None)) == ["'direct'", "None"]
     assert values(("a", 1)) == ["'a'", "1"]
     assert values("ab") == ["'ab'"]
+
+
+@hypothesis.given(st.integers(1, 4).flatmap(lambda width: st.lists(st.tuples(*[st.integers(0, 3)] * width))))
+def test_every_value_of_the_rows_is_in_the_sample(rows: list[tuple[int, ...]]) -> None:
+    chosen = sample(rows)
+    held = {value for number in chosen for value in enumerate(rows[number])}
+    assert held == {value for row in rows for value in enumerate(row)}
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) <= len(cover(rows))
+
+
+def test_a_sample_has_no_more_than_it_may_and_is_spread() -> None:
+    rows = [(number,) for number in range(20)]
+    assert sample(rows, 4) == [0, 5, 10, 15]
+    assert sample(rows, 30) == list(range(20))
+    assert sample(rows, 0) == sample([()], 0) == []
+
+
+@pytest.mark.parametrize(("name", "whole", "count"), [("", "0", 2), ("::test_slow", "0", 9), ("", "1", 9)])
+def test_what_a_sample_leaves_out_runs_by_its_name(name: str, whole: str, count: int, tmp_path: Path) -> None:
+    """Whoever repeats a failure of `make test-whole` names the test."""
+    file = tmp_path / "test_sampled.py"
+    mark = "import pytest\n@pytest.mark.sampled(2)\n@pytest.mark.parametrize('n', range(9))\n"
+    file.write_text(f"{mark}def test_slow(n): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "pairwise", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PENSTOCK_TEST_WHOLE": whole}
+    environment.pop("PYTEST_ADDOPTS", None)
+    run = subprocess.run(
+        [*command, f"{file.name}{name}"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("::test_slow[") == count, run.stdout

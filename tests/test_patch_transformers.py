@@ -15,6 +15,7 @@ import penstock
 import pytest
 import slow_fs
 import torch
+from event_schema import collected
 from patched import IDS, MODELS, both_ways, files_in, library, llama, local, names_in, nbytes_in, read, same
 
 transformers = pytest.importorskip("transformers")
@@ -45,6 +46,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[type[Any], Pa
     return type(model), tmp_path
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", HOW)
 def test_transformers_loads_the_same_parameters(saved, loaded, how):
     kind, folder = saved
@@ -52,6 +54,16 @@ def test_transformers_loads_the_same_parameters(saved, loaded, how):
         library("accelerate")
     ours, theirs = both_ways(lambda: kind.from_pretrained(folder, **HOW[how]), loaded)
     same(ours, theirs)
+
+
+def test_operators_see_one_event_for_each_file_that_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama().save_pretrained(tmp_path)
+    with penstock.patch(), collected(monkeypatch) as events:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    event = events.one()
+    assert (event["verb"], event["engine"], event["outcome"]) == ("safe_open", "patch", "ok")
+    assert event["model"] == str(tmp_path / "model.safetensors")
+    assert event["bytes"] >= penstock.open(tmp_path).nbytes
 
 
 def test_experts_that_are_files_of_their_own_are_one_tensor_of_the_model(tmp_path, loaded):
@@ -67,6 +79,7 @@ def test_experts_that_are_files_of_their_own_are_one_tensor_of_the_model(tmp_pat
     same(ours, model)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", HOW)
 def test_private_copies_are_read_once(saved, reports, monkeypatch, how):
     kind, folder = saved
@@ -215,9 +228,9 @@ def test_a_real_model_gives_the_same_embeddings(loaded):
 
 def test_an_unedited_program_loads_a_model_with_penstock(tmp_path, python):
     llama().save_pretrained(tmp_path)
-    line = Path(penstock.__file__).parent.parent
+    folder = Path(__file__).parent.parent / "patch"
     code = f"""
-import site; site.addsitedir({str(line)!r})
+import site; site.addsitedir({str(folder)!r})
 import sys
 from transformers import LlamaForCausalLM
 model = LlamaForCausalLM.from_pretrained(sys.argv[1])

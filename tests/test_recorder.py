@@ -55,6 +55,36 @@ def test_copies_of_parts_are_one_load_of_their_bytes_and_no_others(path: Path):
     assert recorder.layout[2] == ("down", (slice(0, 32, 1), slice(32, 64, 1)))
 
 
+def test_a_value_that_is_assigned_twice_is_loaded_once_with_all_others(path: Path):
+    """Experts of ModelOpt: the scales of two matrices go to one place. torch calls `fill_` for each, not `copy_`."""
+    checkpoint, eager = penstock.open(path), penstock.open(path).load()
+    recorder = Recorder(checkpoint)
+    scales, norm = torch.zeros(4, 2), torch.zeros(32)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        norm.copy_(weights["norm"])
+        for _ in range(2):
+            scales[2] = weights["scale"]
+        report = recorder.run()
+    assert (report.loads, report.materialised, recorder.overwritten) == (1, {}, 1)
+    assert same(norm, eager["norm"]) and bool((scales[2] == eager["scale"]).all())
+
+
+def test_what_is_copied_when_no_load_is_to_come_is_copied_at_once(path: Path):
+    """An engine may keep tensors, and copy them when its load has ended."""
+    checkpoint, eager = penstock.open(path), penstock.open(path).load()
+    recorder = Recorder(checkpoint)
+    with recorder.barrier():
+        weights = deferred(recorder)
+        recorder.run()
+    recorder.end()
+    fused, whole = torch.zeros(32, 16), torch.zeros(32)
+    fused.copy_(weights["qkv"].narrow(0, 8, 32))
+    whole.copy_(weights["norm"])
+    assert same(fused, eager["qkv"][8:40]) and same(whole, eager["norm"])
+    assert recorder.materialised == {"aten.copy_.default": 2}
+
+
 def test_a_deferred_tensor_has_the_metadata_of_an_eager_one(path: Path):
     eager = penstock.open(path).load()
     for name, one in Recorder(penstock.open(path)).weights():
@@ -409,6 +439,7 @@ PARTS = 20
 CHAINS = 10_000 if os.environ.get("PENSTOCK_TEST_WHOLE") == "1" else 1_000
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_chains_do_what_eager_tensors_do(tmp_path: Path, part: int):
     rng = random.Random(part)

@@ -725,6 +725,7 @@ while True:
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fsync", [True, False])
 def test_whoever_is_killed_at_any_moment_leaves_a_whole_file_or_none(tmp_path: Path, fsync: bool):
     path = tmp_path / "m.safetensors"

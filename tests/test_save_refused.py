@@ -66,6 +66,7 @@ def same(path: Path, expected: dict[str, np.ndarray[Any, Any]]) -> None:
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.sampled
 @fuse
 @pytest.mark.parametrize("fsync", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,6 +81,7 @@ def test_a_new_file_is_saved_whatever_is_refused(tmp_path: Path, kind: str, fsyn
     assert ("fsync" in told) is (fsync and "fsync" in refused)
 
 
+@pytest.mark.sampled
 @fuse
 @pytest.mark.parametrize("fsync", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +125,7 @@ def test_a_folder_of_shards_is_saved_whatever_is_refused(tmp_path: Path, kind: s
         assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(report.files)
 
 
+@pytest.mark.sampled
 @fuse
 @pytest.mark.parametrize("call", ["write", "flush", "fsync"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -92,6 +92,14 @@ def test_every_test_of_the_suite_runs_on_the_fake_driver(tmp_path: Path, part: s
             assert [row["GB/s"] for row in rows if row["contestant"] in ("penstock", "safetensors")]
 
 
+@wants_fake
+def test_a_part_that_needs_an_engine_is_skipped_with_the_reason_where_there_is_none(tmp_path: Path) -> None:
+    status, found = run(PACKAGE.parent, tmp_path / "out", "--parts", "daemon", **pretended())
+    assert status == 0 and found["tests"] == {}
+    assert [part["ended"] for part in found["parts"]] == ["skipped: vllm is not installed in this environment"]
+    assert "skipped: vllm is not installed" in (tmp_path / "out" / "results.md").read_text()
+
+
 def test_without_a_gpu_the_run_says_so_and_ends_with_a_status_of_its_own(tmp_path: Path) -> None:
     if has_gpu():
         pytest.skip("there is a GPU here")
@@ -349,6 +357,7 @@ def test_a_kit_whose_wheel_does_not_fit_says_so(kit: Path, tmp_path: Path) -> No
     assert "Penstock's wheel cannot be installed" in (tmp_path / "out" / "results.md").read_text()
 
 
+@pytest.mark.sampled(1)
 @wants_fake
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_kit_that_is_killed_leaves_what_it_found_and_no_process(

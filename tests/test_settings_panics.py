@@ -10,7 +10,6 @@ import http.server
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
+from local_server import local_server
 from s3_server import KEYS, Bucket, serving
 
 KEY, SECRET = next(iter(KEYS.items()))
@@ -82,14 +82,8 @@ def denying() -> Iterator[str]:
         def log_message(self, *about: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with local_server(Handler) as place:
+        yield place
 
 
 @pytest.fixture(autouse=True)

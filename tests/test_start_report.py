@@ -344,6 +344,7 @@ def test_a_rank_that_says_nothing_is_named(ranks, program: str, how: str):
         ranks(f"if alone:\n    {program or 'pass'}\nelse:\n    say({{}})")
 
 
+@pytest.mark.sampled(0)
 def test_a_rank_that_hangs_is_named_with_its_phase(ranks):
     program = """
 if alone:

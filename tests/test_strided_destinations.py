@@ -191,6 +191,7 @@ print(json.dumps([right and untouched, report, peak], default=str))
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("turned", ["straight", "turned"])
 @pytest.mark.parametrize("parts", ["halves", "128 pieces"])
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])

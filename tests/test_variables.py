@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import penstock
@@ -50,9 +51,16 @@ def test_the_command_line_names_it(small: Any, name: str, arguments: list[str], 
     assert b"must be UTF-8" in run.stderr, run.stderr
 
 
+#: penstock-patch is a package of its own, which need not be installed here.
+START = f"""
+import sys; sys.path.append({str(Path(__file__).parent.parent / "patch")!r})
+import _penstock_patch; _penstock_patch.start()
+"""
+
+
 def test_the_patch_variable_is_refused(small: Any):
     run = subprocess.run(
-        [sys.executable, "-W", "always", "-c", "import _penstock_patch; _penstock_patch.start()"],
+        [sys.executable, "-W", "always", "-c", START],
         capture_output=True,
         env={**os.environb, b"PENSTOCK_PATCH": NOT_UTF8},
         check=False,

@@ -124,6 +124,7 @@ def test_httpie_96_scdl_248_what_breaks_off_is_no_file(tiny, cut):
                 _core.contents([f"{served.url}/{name}"], 1 << 20)
 
 
+@pytest.mark.sampled(0)
 def test_a_chunked_body_that_ends_early_is_no_file(tiny):
     """Each is asked for several times, with pauses: side by side."""
     content = tiny.read_bytes()

@@ -45,6 +45,7 @@ def one(tmp_path: Path) -> Path:
     return ordeal.write(tmp_path / "model.safetensors", 1, 100_000)
 
 
+@pytest.mark.sampled(0)
 def test_marin_7525_a_load_outlasts_slow_down(one: Path):
     with moody(one, [(503, SLOW_DOWN)] * 9) as (url, asked):
         assert len(penstock.open(url).load(framework="np")) == 1
@@ -60,11 +61,13 @@ def test_vllm_44245_workers_that_are_refused_together_do_not_come_back_together(
     assert max(pauses) - min(pauses) > 0.06, pauses
 
 
+@pytest.mark.sampled(0)
 def test_starrocks_39917_a_setting_makes_reads_outlast_failures(one: Path):
     with moody(one, [(500, b"")] * 9) as (url, _):
         assert len(penstock.open(url, storage={"patience": 120}).load(framework="np")) == 1
 
 
+@pytest.mark.sampled(0)
 def test_mountpoint_s3_743_the_patience_has_a_variable(one: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PENSTOCK_STORAGE_PATIENCE", "120")
     with moody(one, [(502, b"")] * 9) as (url, _):
@@ -143,6 +146,7 @@ def test_torchtitan_3065_a_rank_that_hangs_between_two_parts_of_a_load_is_an_err
             assert said["rank"] == 1 and said["late"] <= min(2.5 * ordeal.load_factor(), 10.0), said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["stream", "load"])
 def test_sglang_39128_a_rank_that_is_slow_is_not_taken_for_one_that_hangs(
     together: Callable[..., Ranks], model: Path, kind: str
