@@ -6,7 +6,7 @@ RESULTS is what `penstock bench --preset summary --json RESULTS` writes, or what
 are of first loads, to the last byte touched: the load, then one byte of every page read by one thread. Each is the
 median, then the fastest and the slowest.
 
-- `short`: Penstock beside safetensors, cold ("memory in use before") and warm: seconds, and processor seconds per GB.
+- `short`: loaders on every checkpoint, cold ("memory in use before") and warm: medians. Bold: the fastest of a column.
 - `cold`: every loader on every checkpoint in both states of memory. Bold: another column is faster. The last column is
   Penstock's time divided by that of safetensors.
 
@@ -44,8 +44,11 @@ LOADERS = {
     "runai streamer": "Run:ai",
 }
 
-#: The rows of `short`: the benchmark's name of a checkpoint, and the heading.
-CHECKPOINTS = {"gpt2": "GPT-2", "dense": "part of a Llama", "moe": "mixture of experts"}
+#: Those of them that `short` has.
+BESIDE = ("penstock", "safetensors", "fastsafetensors", "runai streamer")
+
+#: The columns of `short`: the benchmark's name of a checkpoint, and the heading.
+CHECKPOINTS = {"gpt2": "GPT-2", "dense": "Llama", "moe": "experts"}
 
 
 def main() -> None:
@@ -121,15 +124,24 @@ def filled(text: str, results: dict[str, Any], file: str) -> str:
 
 
 def short(found: list[Figures]) -> str:
-    rows = [("", "Penstock", "safetensors"), ("---",) * 3]
-    for title, scenario, figure in (
-        ("cold", "cold", time),
-        ("cold, processor seconds per GB", "cold", processor),
-        ("warm", "warm", time),
-    ):
-        for checkpoint, name in CHECKPOINTS.items():
-            cells = (figure(row(found, checkpoint, scenario, who)) for who in ("penstock", "safetensors"))
-            rows.append((f"{name}: {title}", *cells))
+    columns = [(checkpoint, scenario) for scenario in ("cold", "warm") for checkpoint in CHECKPOINTS]
+    rows = [("", *(f"{CHECKPOINTS[checkpoint]}: {scenario}" for checkpoint, scenario in columns))]
+    rows.append(("---",) * len(rows[0]))
+    medians = {
+        (column, who): row(found, *column, who)["touched_s"][0]
+        for column in columns
+        for who in BESIDE
+        if who in ("penstock", "safetensors")
+        or any(one["contestant"] == who and (one["checkpoint"], one["scenario"]) == column for one in found)
+    }
+    for who in BESIDE:
+        cells = []
+        for column in columns:
+            least = min(seconds for (of, _), seconds in medians.items() if of == column)
+            seconds = medians.get((column, who))
+            cell = "" if seconds is None else median(seconds)
+            cells.append(f"**{cell}**" if seconds == least else cell)
+        rows.append((LOADERS[who], *cells))
     return table(rows)
 
 
@@ -172,9 +184,10 @@ def time(of: Figures) -> str:
     return text_of(values, " s", ".2f")
 
 
-def processor(of: Figures) -> str:
-    """Processor seconds for each gigabyte, of load and touch."""
-    return text_of(of["cpu_s_per_gb"], " s", ".2f")
+def median(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.0f} ms"
+    return f"{seconds:.2f} s"
 
 
 def text_of(values: Spread, unit: str, digits: str) -> str:
