@@ -44,7 +44,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
-.PHONY: licences release release-root release-environment reproducible sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
+.PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -70,7 +70,7 @@ help:
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make release  wheels for x86_64 and aarch64, penstock-patch, sdist, bill of materials, licences and digests, of HEAD, into dist/"
-	@echo "make reproducible  a release twice, in two folders: the same bytes.  make sdist-offline  a wheel of the sdist, without a network"
+	@echo "make reproducible  a release twice, in two folders: the same bytes.  make reproducible-root  for aarch64, in a bare root (as root).  make sdist-offline  a wheel of the sdist, without a network"
 	@echo "make roots   the wheels in bare roots of Debian 11, 12, 13 and testing, with and without torch (an hour; as root)"
 	@echo "make image   the slim image, from a bare root, by a user who is not root.  make workflows  actionlint, and a linter of container files"
 	@echo "make versions  the wheel under every Python 3.10 to 3.14 that is found"
@@ -220,6 +220,10 @@ release: release-environment
 # The same in a bare root of Debian 12, with Debian's Rust, which has both targets
 release-root:
 	tools/release_root.sh dist .roots
+
+# The wheel for aarch64 twice, there
+reproducible-root:
+	tools/release_root.sh $(TARGET)/reproducible .roots /venv/bin/python tools/reproducible.py --target aarch64-unknown-linux-gnu
 
 # Each as one command that prints pass or FAIL lines.
 reproducible: release-environment

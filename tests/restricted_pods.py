@@ -157,6 +157,12 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     yield from made(tmp_path_factory.mktemp("large") / "models", 4, 16, 32_000_001)
 
 
+@pytest.fixture(scope="session")
+def middling_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """400 MB in two files: a quarter of it is less than loads and saves take as staging memory elsewhere."""
+    yield from made(tmp_path_factory.mktemp("middling") / "models", 2, 10, 20_000_001)
+
+
 @pytest.fixture
 def empty_dir(tmp_path: Path) -> Path:
     """A folder of the node's disk that everybody may write to, as the kubelet makes an emptyDir."""

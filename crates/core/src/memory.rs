@@ -22,6 +22,15 @@ use std::{io, ptr};
 /// Keeps memory alive.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
+/// Whether the page with this address is in memory. Of an address that nothing is mapped at the answer is yes.
+pub(crate) fn is_resident(address: u64) -> bool {
+    let page = page_size();
+    let mut resident = 1u8;
+    // SAFETY: mincore touches no memory but the one byte for the one page.
+    unsafe { libc::mincore((address / page * page) as *mut libc::c_void, 1, &raw mut resident) };
+    resident & 1 == 1
+}
+
 /// An anonymous mapping. It is aligned to 2 MiB if it is at least that large.
 pub(crate) struct Anonymous {
     at: *mut u8,

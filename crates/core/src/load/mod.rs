@@ -11,6 +11,7 @@ mod handle;
 mod leased;
 mod quiesce;
 mod reader;
+mod room;
 mod shared;
 #[cfg(test)]
 mod simulator;

@@ -4,6 +4,7 @@ use super::among::{Among, Received};
 use super::choosing::Choosing;
 use super::drive::{Began, Driver, GpuBlocks, Record};
 use super::handle::Load;
+use super::room;
 use super::shared::{somewhere, Shared};
 use crate::detached::here;
 use crate::device::api::Api;
@@ -193,6 +194,22 @@ fn assemble(
         (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
         _ => None,
     };
+    let in_slabs: u64 = schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(|e| e.len).sum();
+    let besides = || match (&memory, at) {
+        (Memory::Into { tensors, .. }, Where::Cpu) => room::without_pages(tensors),
+        (Memory::Ours, Where::Cpu) => {
+            let all = arena(&layout, &schedule.stretches, &plan.routing).0;
+            if stream {
+                all.min(options.window)
+            } else {
+                all
+            }
+        }
+        _ => 0,
+    };
+    let ranks = among.as_ref().map_or(1, |among| among.members as u64);
+    let (staging, less) = room::staging(options.staging, in_slabs, besides, ranks, room::available);
+    plan.report.fallbacks.extend(less);
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
     let mut trial = None;
@@ -219,7 +236,7 @@ fn assemble(
     let received = bounds.map_or(0, |received: Received| received.parcels);
     // Half of what a load to a GPU registers: what others send finds a slab.
     let most_sent = bounds.filter(|received| received.in_slabs);
-    let most_sent = most_sent.map(|_| (pool_bytes(options.staging, plan.slab) / plan.slab / 2).max(1) as usize);
+    let most_sent = most_sent.map(|_| (pool_bytes(staging, plan.slab) / plan.slab / 2).max(1) as usize);
     let requests = requests.saturating_add(received);
     let bounds = Bounds { depth, requests, window, sent: most_sent, stall: nanos(options.stall_timeout) };
     let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
@@ -248,7 +265,7 @@ fn assemble(
         }
         _ => None,
     };
-    let mut ring = Ring::process().join(plan.slab, options.staging)?;
+    let mut ring = Ring::process().join(plan.slab, staging)?;
     if let Some(device) = &mut device {
         // A parcel holds its slab until other ranks have taken it.
         let bytes = |e: &Extent| if e.shared.is_some() { plan.slab } else { e.len };
