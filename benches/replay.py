@@ -217,7 +217,7 @@ def replay(folder: Path, gap: str, sums: Sums) -> None:
         one = sums.setdefault(of, dict.fromkeys(("copies", "wanted", "read", "slack", "gaps", "reads"), 0))
         one["copies"] += len(those)
         one["wanted"] += report["nbytes"]
-        one["read"] += sum(way["bytes"] for way in report["routes"].values())
+        one["read"] += sum(way["bytes"] for lane, way in report["routes"].items() if lane != "rank")
         one["reads"] += sum(way["extents"] for way in report["routes"].values())
         one["slack"] += report["slack_bytes"]
         one["gaps"] += report["gap_bytes"]

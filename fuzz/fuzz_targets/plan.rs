@@ -8,7 +8,7 @@ use penstock::plan::layout::{BlockKind, Layout, Target};
 use penstock::options::Order;
 use penstock::plan::want::{AxisSlice, Want};
 use penstock::way::{Through, Way};
-use penstock::extent::Route;
+use penstock::extent::Lane;
 use penstock::plan::schedule::{FileTraits, Limits, Schedule};
 
 /// Numbers from the input; zeros when it has run out.
@@ -89,7 +89,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         from = end.max(start) + 1;
     }
-    let route = |n| if n == 0 { Route::Buffered } else { Route::Direct };
+    let route = |n| if n == 0 { Lane::BUFFERED } else { Lane::DIRECT };
     let limits = Limits {
         extent: 4096 * (1 + input.below(16)),
         gap,

@@ -81,7 +81,7 @@ class Report(dict[str, Any]):
         if get("seconds_per_tensor") is not None:
             line("per tensor", f"{get('seconds_per_tensor', 0.0) * 1e6:.1f} us")
         for route, way in get("routes", {}).items():
-            if way.get("extents"):
+            if way.get("extents") and get({"network": "network", "rank": "exchange"}.get(route, "")) is None:
                 extents = way["extents"]
                 line(route, f"{size_text(way.get('bytes', 0))} in {extents} extent{'s' * (extents != 1)}")
         if get("first_touch_bytes"):
@@ -143,23 +143,23 @@ SOURCES = ("mapped", "buffered", "direct", "network", "rank")
 def sources_of(report: Report) -> dict[str, int]:
     """The bytes of a load by where they came from, extra ones included; of a save, by how they were written.
 
-    This is the one place that knows what the routes of the core mean to operators. The core receives what is on servers
-    by its route "buffered". A checkpoint may have files on servers and on disks; then what was received twice, after a
-    failed request, is missing in "buffered".
+    The lanes of the core, by their names. Bytes that a server sent twice, after a failed request, count twice.
     """
     found = dict.fromkeys(SOURCES, 0)
     if "file_bytes" in report:
         found["direct"] = report.get("direct_bytes", 0)
         found["buffered"] = max(0, report["file_bytes"] - found["direct"])
         return found
-    for route, way in report.get("routes", {}).items():
-        found[route] += way["bytes"]
+    for lane, way in report.get("routes", {}).items():
+        found[lane] = found.get(lane, 0) + way["bytes"]
     if network := report.get("network"):
         found["network"] = network["received_bytes"]
-        found["buffered"] -= min(found["buffered"], network["received_bytes"] - network["gap_bytes"])
-    if exchange := report.get("exchange"):
-        found["rank"] = exchange["received_bytes"]
     return found
+
+
+def bytes_read(report: Report) -> int:
+    """The bytes that a load has read itself, extra ones included: of all lanes except that of other ranks."""
+    return sum(way["bytes"] for lane, way in report.get("routes", {}).items() if lane != "rank")
 
 
 def report_of(found: dict[str, Any], core: _core.Checkpoint) -> Report:

@@ -6,38 +6,100 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
-/// How an extent travels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Route {
-    /// Pages of the file are mapped and populated in place.
-    Mapped,
-    /// Read through the page cache by copy workers.
-    Buffered,
-    /// O_DIRECT.
-    Direct,
+/// One way in which bytes of an object come. Stores declare theirs. Plan, engine and loads look at the properties of a lane;
+/// its name is for reports and traces.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Lane {
+    /// As reports and traces spell it.
+    pub name: &'static str,
+    /// Whether reads begin and end at whole units of the file: pages, or the alignment that O_DIRECT asks for. Then they
+    /// bring more bytes than are wanted.
+    pub whole_units: bool,
+    /// Where its bytes can arrive.
+    pub lands: Lands,
+    /// Whether one read can bring bytes to several places in memory.
+    pub scatters: bool,
 }
 
-impl Route {
-    /// All of them, in the order of reports.
-    pub const ALL: [Route; 3] = [Route::Mapped, Route::Buffered, Route::Direct];
+/// Where the bytes of a lane can arrive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Lands {
+    /// In a mapping of the file.
+    Mapping,
+    /// In memory of this process.
+    Host,
+}
 
-    /// As reports and traces spell it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Route::Mapped => "mapped",
-            Route::Buffered => "buffered",
-            Route::Direct => "direct",
-        }
+impl Lane {
+    /// Pages of a file are mapped, and populated in place.
+    pub const MAPPED: Lane = Lane { name: "mapped", whole_units: true, lands: Lands::Mapping, scatters: false };
+    /// Reads through the page cache.
+    pub const BUFFERED: Lane = Lane { name: "buffered", whole_units: false, lands: Lands::Host, scatters: true };
+    /// O_DIRECT: reads past the page cache.
+    pub const DIRECT: Lane = Lane { name: "direct", whole_units: true, lands: Lands::Host, scatters: false };
+    /// Answers of a server.
+    pub const NETWORK: Lane = Lane { name: "network", whole_units: false, lands: Lands::Host, scatters: true };
+    /// What another rank has read and sends.
+    pub const RANK: Lane = Lane { name: "rank", whole_units: false, lands: Lands::Host, scatters: true };
+
+    /// The lanes of this crate's own stores, in the order of reports.
+    pub const ALL: [Lane; 5] = [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::RANK];
+
+    /// Whether its bytes come in a mapping of the file.
+    pub fn is_mapping(self) -> bool {
+        self.lands == Lands::Mapping
     }
 }
 
-/// Bytes and extents of one route: planned in a schedule, arrived in a report.
+impl std::fmt::Debug for Lane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name)
+    }
+}
+
+/// Bytes and extents of one lane: planned in a schedule, arrived in a report.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct RouteTotals {
+pub struct LaneTotals {
     /// Bytes, slack and gaps included.
     pub bytes: u64,
     /// Extents: one I/O each.
     pub extents: u64,
+}
+
+/// The totals of each lane that was used.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ByLane(Vec<(Lane, LaneTotals)>);
+
+impl ByLane {
+    /// Adds an extent of `bytes` bytes.
+    pub fn count(&mut self, lane: Lane, bytes: u64) {
+        let at = self.0.iter().position(|(known, _)| *known == lane).unwrap_or_else(|| {
+            self.0.push((lane, LaneTotals::default()));
+            self.0.len() - 1
+        });
+        let totals = &mut self.0[at].1;
+        totals.bytes += bytes;
+        totals.extents += 1;
+    }
+
+    /// The totals of one lane.
+    pub fn of(&self, lane: Lane) -> LaneTotals {
+        self.0.iter().find(|(known, _)| *known == lane).map_or_else(LaneTotals::default, |(_, totals)| *totals)
+    }
+
+    /// All lanes of [`Lane::ALL`], then the others that were used.
+    pub fn iter(&self) -> impl Iterator<Item = (Lane, LaneTotals)> + '_ {
+        let others = self.0.iter().filter(|(lane, _)| !Lane::ALL.contains(lane));
+        Lane::ALL.into_iter().map(|lane| (lane, self.of(lane))).chain(others.copied())
+    }
+
+    /// The sum of all lanes.
+    pub fn sum(&self) -> LaneTotals {
+        self.0.iter().fold(LaneTotals::default(), |sum, (_, one)| LaneTotals {
+            bytes: sum.bytes + one.bytes,
+            extents: sum.extents + one.extents,
+        })
+    }
 }
 
 /// Where an extent's bytes arrive.
@@ -55,7 +117,7 @@ pub enum Landing {
         /// The first block of the stretch.
         block: u32,
     },
-    /// The read itself scatters it to its pieces' places (buffered route into CPU memory).
+    /// The read itself scatters it to its pieces' places (a lane that scatters, into CPU memory).
     Scatter,
     /// In a slab. Then its pieces are copied to their places.
     Slab,
@@ -83,8 +145,8 @@ pub struct Extent {
     /// Bytes from `offset` that must arrive. The rest, after the last wanted byte, may be cut short by the end of the
     /// file.
     pub need: u64,
-    /// The route it starts with. If the route is refused, it may change during the load.
-    pub route: Route,
+    /// The lane it starts with. If the lane is refused, another one is taken during the load.
+    pub route: Lane,
     /// Where its bytes arrive.
     pub landing: Landing,
     /// When its slab is taken, if it lands in one.

@@ -1,7 +1,7 @@
 //! What a load did and what it waited for.
 
 use crate::engine::Wait;
-use crate::extent::{Route, RouteTotals};
+use crate::extent::ByLane;
 use crate::fallback::Fallback;
 use crate::store::{CacheFill, Traffic};
 use std::collections::BTreeMap;
@@ -144,8 +144,8 @@ pub struct Report {
     pub nbytes: u64,
     /// Wants.
     pub tensors: u64,
-    /// By route, in the order of [`Route::ALL`].
-    pub routes: [RouteTotals; Route::ALL.len()],
+    /// By lane.
+    pub routes: ByLane,
     /// Extents that travelled by another route than planned: after a refusal, or as the pace of the storage decided.
     pub rerouted_extents: u64,
     /// Bytes that were read and that nobody wants.
@@ -189,12 +189,6 @@ pub struct Report {
 }
 
 impl Report {
-    pub(crate) fn count(&mut self, route: Route, bytes: u64) {
-        let totals = &mut self.routes[route as usize];
-        totals.bytes += bytes;
-        totals.extents += 1;
-    }
-
     /// Names the stage that the engine waited for longest. If the engine was busy longer than that, it names the
     /// engine.
     pub(crate) fn find_bottleneck(&mut self, busy: Duration) {
@@ -208,7 +202,7 @@ impl Report {
             ("engine", busy),
         ];
         self.bottleneck = stages.into_iter().max_by_key(|s| s.1).map_or("engine", |s| s.0);
-        let read: u64 = self.routes.iter().map(|route| route.bytes).sum();
+        let read = self.routes.sum().bytes;
         if self.bottleneck == "source" && self.network.is_some_and(|traffic| traffic.received > read / 2) {
             self.bottleneck = "network";
         }

@@ -1,22 +1,22 @@
 //! What happened in a load, and when. It is recorded if `Options::trace` names a file, and written there in the JSON
 //! that Chrome (`about:tracing`) and Perfetto read.
 //!
-//! | lane | what is in it |
+//! | track | what is in it |
 //! |---|---|
 //! | `plan` | from the request to the first read that could start |
 //! | `engine` | what the engine thread waited for |
-//! | `read N` | reads: by thread N of the pool, or, where the kernel does them asynchronously, from submission to completion, each in the first lane that is free |
+//! | `read N` | reads: by thread N of the pool, or, where the kernel does them asynchronously, from submission to completion, each in the first track that is free |
 //! | `copy N` | copies out of slabs by copy worker N; `copy 0` is the engine thread |
-//! | `device N` | transfers to a GPU, from submission to completion, each in the first lane that is free |
+//! | `device N` | transfers to a GPU, from submission to completion, each in the first track that is free |
 //! | `allocate` | memory on a GPU |
 //! | `hand-out` | tensors becoming ready |
 //! | `consumer` | what the load's owner marks: making tensors of the bytes, and what it did between two of them |
 //!
 //! Times are microseconds since the load was requested, by CLOCK_MONOTONIC. The format is described in "Trace Event
-//! Format" (Google, 2016): complete events (`"ph": "X"`) and the names of lanes (`"ph": "M"`).
+//! Format" (Google, 2016): complete events (`"ph": "X"`) and the names of tracks (`"ph": "M"`).
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::sync::{lock, Mutex};
 use serde_json::{json, Value};
 use std::borrow::Cow;
@@ -27,9 +27,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// The lane of a span.
+/// The track of a span in the trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Lane {
+pub(crate) enum Track {
     Plan,
     Engine,
     /// A thread of the read pool.
@@ -49,7 +49,7 @@ pub(crate) enum Lane {
 /// An event with a duration, or at a point in time.
 #[derive(Debug, Clone)]
 pub(crate) struct Span {
-    pub(crate) lane: Lane,
+    pub(crate) track: Track,
     pub(crate) name: Cow<'static, str>,
     pub(crate) kind: &'static str,
     pub(crate) begun: Instant,
@@ -64,14 +64,14 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    pub(crate) fn new(lane: Lane, name: impl Into<Cow<'static, str>>, begun: Instant, ended: Instant) -> Self {
+    pub(crate) fn new(track: Track, name: impl Into<Cow<'static, str>>, begun: Instant, ended: Instant) -> Self {
         let (name, kind) = (name.into(), "");
-        Span { lane, name, kind, begun, ended, extent: None, bytes: 0, at: None, tensors: 0 }
+        Span { track, name, kind, begun, ended, extent: None, bytes: 0, at: None, tensors: 0 }
     }
 
     /// The span of a read of `bytes` bytes from `at`: file number, first byte.
-    pub(crate) fn of_read(self, ticket: Ticket, route: Route, at: (u32, u64), bytes: u64) -> Self {
-        Span { kind: route.name(), extent: Some(ticket.0), at: Some(at), bytes, ..self }
+    pub(crate) fn of_read(self, ticket: Ticket, lane: Lane, at: (u32, u64), bytes: u64) -> Self {
+        Span { kind: lane.name, extent: Some(ticket.0), at: Some(at), bytes, ..self }
     }
 }
 
@@ -131,41 +131,41 @@ impl Timeline {
         spans.sort_by_key(|s| s.begun);
         // The thread that did a read or a copy knows better when it was done than the thread that requested it.
         let of = |done: fn(&Span) -> bool| spans.iter().filter(|s| done(s)).filter_map(|s| s.extent).collect();
-        let read: HashSet<u64> = of(|s| matches!(s.lane, Lane::Reader(_)));
-        let copied: HashSet<u64> = of(|s| matches!(s.lane, Lane::Copier(_)));
+        let read: HashSet<u64> = of(|s| matches!(s.track, Track::Reader(_)));
+        let copied: HashSet<u64> = of(|s| matches!(s.track, Track::Copier(_)));
         let known = |s: &Span| {
-            s.extent.is_some_and(|extent| match s.lane {
-                Lane::Reading => read.contains(&extent),
-                Lane::Copying => copied.contains(&extent),
+            s.extent.is_some_and(|extent| match s.track {
+                Track::Reading => read.contains(&extent),
+                Track::Copying => copied.contains(&extent),
                 _ => false,
             })
         };
         spans.retain(|s| !known(s));
 
-        let mut lanes: Vec<(u64, String)> = Vec::new();
+        let mut tracks: Vec<(u64, String)> = Vec::new();
         let (mut reading, mut copying) = (Slots::default(), Slots::default());
         let pid = std::process::id();
         let mut events = Vec::with_capacity(spans.len() + 16);
         for span in &spans {
-            let (order, lane) = match span.lane {
-                Lane::Plan => (0, "plan".to_owned()),
-                Lane::Engine => (1, "engine".to_owned()),
-                Lane::Reader(n) => (100 + u64::from(n), format!("read {n}")),
-                Lane::Reading => {
+            let (order, track) = match span.track {
+                Track::Plan => (0, "plan".to_owned()),
+                Track::Engine => (1, "engine".to_owned()),
+                Track::Reader(n) => (100 + u64::from(n), format!("read {n}")),
+                Track::Reading => {
                     let n = reading.take(span);
                     (1000 + n, format!("read {n}"))
                 }
-                Lane::Copier(n) => (2000 + u64::from(n), format!("copy {n}")),
-                Lane::Copying => {
+                Track::Copier(n) => (2000 + u64::from(n), format!("copy {n}")),
+                Track::Copying => {
                     let n = copying.take(span);
                     (3000 + n, format!("device {n}"))
                 }
-                Lane::Allocate => (4000, "allocate".to_owned()),
-                Lane::HandOut => (5000, "hand-out".to_owned()),
-                Lane::Owner => (5001, "consumer".to_owned()),
+                Track::Allocate => (4000, "allocate".to_owned()),
+                Track::HandOut => (5000, "hand-out".to_owned()),
+                Track::Owner => (5001, "consumer".to_owned()),
             };
-            if !lanes.iter().any(|l| l.0 == order) {
-                lanes.push((order, lane));
+            if !tracks.iter().any(|l| l.0 == order) {
+                tracks.push((order, track));
             }
             let mut args = serde_json::Map::new();
             if let Some((file, offset)) = span.at {
@@ -182,7 +182,7 @@ impl Timeline {
                 "ts": self.micros(span.begun), "dur": micros(span.begun, span.ended),
             }));
         }
-        for (order, name) in lanes {
+        for (order, name) in tracks {
             events.push(json!({"ph": "M", "name": "thread_name", "pid": pid, "tid": order, "args": {"name": name}}));
             let args = json!({ "sort_index": order });
             events.push(json!({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": order, "args": args}));
@@ -213,7 +213,7 @@ fn micros(from: Instant, to: Instant) -> f64 {
     to.saturating_duration_since(from).as_nanos() as f64 / 1e3
 }
 
-/// Lanes for spans that overlap: each span goes to the first lane that is free when it begins.
+/// Tracks for spans that overlap: each span goes to the first track that is free when it begins.
 #[derive(Default)]
 struct Slots {
     free_at: Vec<Instant>,
@@ -236,9 +236,9 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    fn span(lane: Lane, extent: u64, begun: Instant, ms: std::ops::Range<u64>) -> Span {
+    fn span(track: Track, extent: u64, begun: Instant, ms: std::ops::Range<u64>) -> Span {
         let at = |ms| begun + Duration::from_millis(ms);
-        Span { extent: Some(extent), ..Span::new(lane, "read", at(ms.start), at(ms.end)) }
+        Span { extent: Some(extent), ..Span::new(track, "read", at(ms.start), at(ms.end)) }
     }
 
     #[test]
@@ -248,18 +248,18 @@ mod tests {
         let timeline = Timeline::new(path.to_str().unwrap()).unwrap();
         let t = timeline.begun();
         let spans = vec![
-            span(Lane::Reading, 0, t, 0..10),
-            span(Lane::Reading, 1, t, 5..15),
-            span(Lane::Reading, 2, t, 12..20),
-            span(Lane::Reading, 3, t, 0..30),
-            span(Lane::Reader(4), 3, t, 25..30),
+            span(Track::Reading, 0, t, 0..10),
+            span(Track::Reading, 1, t, 5..15),
+            span(Track::Reading, 2, t, 12..20),
+            span(Track::Reading, 3, t, 0..30),
+            span(Track::Reader(4), 3, t, 25..30),
         ];
         let found = timeline.events(spans, |_| None);
-        let lanes: Vec<(u64, f64)> = found
+        let tracks: Vec<(u64, f64)> = found
             .iter()
             .filter(|e| e["ph"] == "X")
             .map(|e| (e["tid"].as_u64().unwrap(), e["dur"].as_f64().unwrap()))
             .collect();
-        assert_eq!(lanes, [(1000, 10e3), (1001, 10e3), (1000, 8e3), (104, 5e3)]);
+        assert_eq!(tracks, [(1000, 10e3), (1001, 10e3), (1000, 8e3), (104, 5e3)]);
     }
 }

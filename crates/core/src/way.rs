@@ -1,6 +1,6 @@
 //! How the files of a load travel. `plan/routing.rs` decides it once, before the load starts; sources obey.
 
-use crate::extent::Route;
+use crate::extent::Lane;
 use crate::options::MIB;
 use std::time::Duration;
 
@@ -14,10 +14,12 @@ pub struct Way {
     pub mapped: bool,
     /// Populating the mapping brings in nothing except the requested bytes.
     pub in_part: bool,
-    /// Route of bytes that are copied and that the page cache does not hold.
-    pub cold: Route,
-    /// Route of bytes that are copied and that the page cache holds.
-    pub warm: Route,
+    /// Lane of bytes that are copied and that the page cache does not hold.
+    pub cold: Lane,
+    /// Lane of bytes that are copied and that the page cache holds.
+    pub warm: Lane,
+    /// Lane of reads of any length, where those two need whole units and the file has none that suit.
+    pub parts: Lane,
     /// How reads through the page cache fill it.
     pub through: Through,
 }
@@ -25,7 +27,8 @@ pub struct Way {
 impl Default for Way {
     /// Reads through the page cache, with the kernel's own read-ahead.
     fn default() -> Self {
-        Way { mapped: false, in_part: false, cold: Route::Buffered, warm: Route::Buffered, through: Through::Ahead }
+        let (cold, warm, parts) = (Lane::BUFFERED, Lane::BUFFERED, Lane::BUFFERED);
+        Way { mapped: false, in_part: false, cold, warm, parts, through: Through::Ahead }
     }
 }
 

@@ -5,7 +5,7 @@
 mod checkpoints;
 
 use penstock::error::{Error, ErrorKind, Result};
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::format::Checkpoint;
 use penstock::load::Load;
 use penstock::memory::Keep;
@@ -120,12 +120,7 @@ impl Source for Late {
         let requested = std::mem::take(&mut self.requested).into_iter().map(|r| r.1);
         for read in requested.chain(std::mem::take(&mut self.arrived).into_values()) {
             let result = Err(Error::new(ErrorKind::Cancelled, "given up"));
-            self.given_up.push(Progress::Done(Done {
-                ticket: read.ticket,
-                result,
-                route: Route::Buffered,
-                written: 0,
-            }));
+            self.given_up.push(Progress::Done(Done { ticket: read.ticket, result, route: Lane::BUFFERED, written: 0 }));
         }
         self.bell.notify();
     }
@@ -208,7 +203,7 @@ fn requests_on_their_way_hold_no_slab() {
     assert!(requests as u64 >= 4 * SLABS, "{requests} requests were on their way at once");
     let report = load.report();
     assert!(report.peak_staging <= SLABS * EXTENT, "{report:?}");
-    assert_eq!(report.routes[1].extents, ROWS * COLUMNS / EXTENT, "{report:?}");
+    assert_eq!(report.routes.of(Lane::BUFFERED).extents, ROWS * COLUMNS / EXTENT, "{report:?}");
     let view = load.view(0).unwrap();
     // SAFETY: the load has ended well, and the view keeps its bytes.
     let got = unsafe { std::slice::from_raw_parts(view.address() as *const u8, view.nbytes() as usize) };

@@ -79,7 +79,7 @@ struct Calls {
 
 impl Calls {
     fn extents(&self) -> u64 {
-        self.report.routes.iter().map(|route| route.extents).sum()
+        self.report.routes.sum().extents
     }
 }
 

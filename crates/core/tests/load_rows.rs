@@ -4,6 +4,7 @@
 
 mod checkpoints;
 
+use penstock::extent::Lane;
 use penstock::options::Options;
 use penstock::plan::want::{AxisSlice, Want};
 use penstock::{Checkpoint, ErrorKind, Load, Memory, Request, Where};
@@ -47,7 +48,8 @@ fn rows_are_read_in_stretches_and_long_gaps_are_skipped() {
         let load = Load::start(request(&checkpoint, wide)).unwrap();
         load.wait(None).unwrap();
         let report = load.report();
-        let [mapped, buffered, direct] = report.routes;
+        let [mapped, buffered, direct] =
+            [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT].map(|lane| report.routes.of(lane));
         assert_eq!((mapped.extents, direct.extents), (0, 0));
         let gaps = if stride - wide <= 8192 { (ROWS - 1) * (stride - wide) } else { 0 };
         assert_eq!((buffered.bytes, report.unwanted.gap), (ROWS * wide + gaps, gaps), "{stride}");

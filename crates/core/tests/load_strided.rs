@@ -355,7 +355,7 @@ fn parts_of_one_tensor_are_read_once() {
         for parts in [&halves[..], &pieces] {
             for turned in [false, true] {
                 let report = matrix(ROWS, COLUMNS, dtype, parts, turned);
-                let read: u64 = report.routes.iter().map(|r| r.bytes).sum();
+                let read = report.routes.sum().bytes;
                 assert_eq!((read, report.unwanted.gap, report.unwanted.slack), (nbytes, 0, 0), "{dtype:?} {turned}");
             }
         }

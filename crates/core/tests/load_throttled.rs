@@ -8,7 +8,7 @@ mod checkpoints;
 use penstock::device::api::{Api, LIBRARY_VARIABLE};
 use penstock::device::gpu::{GpuMemory, SharedContext};
 use penstock::error::{ErrorKind, Result};
-use penstock::extent::Route;
+use penstock::extent::Lane;
 use penstock::format::Checkpoint;
 use penstock::load::{Load, Next};
 use penstock::options::{Io, Options};
@@ -603,6 +603,6 @@ fn what_others_bring_into_the_page_cache_meanwhile_is_not_read_past_it() {
     let (_, report) = load(true);
     assert_eq!((report.cache, &*report.cache_reason), ("keep", "others read the same bytes through the page cache"));
     // What is tried past it, and what is sent while the first of that comes back.
-    let direct = report.routes[Route::Direct as usize].bytes;
+    let direct = report.routes.of(Lane::DIRECT).bytes;
     assert!(direct < 60 * MIB, "{report:?}");
 }

@@ -3,7 +3,7 @@
 
 mod checkpoints;
 
-use penstock::extent::{Landing, Route};
+use penstock::extent::{Landing, Lane};
 use penstock::format::Checkpoint;
 use penstock::options::{Order, GPU_ALIGN, PAGE};
 use penstock::plan::layout::{BlockKind, Layout, Target};
@@ -17,10 +17,16 @@ const MIB: u64 = 1 << 20;
 const LIMITS: Limits =
     Limits { extent: 4 * MIB, gap: 16 << 10, scatter: Some(4096), direct_in_place: true, window: None };
 
-const BUFFERED: Way =
-    Way { mapped: false, in_part: false, cold: Route::Buffered, warm: Route::Buffered, through: Through::Ahead };
+const BUFFERED: Way = Way {
+    mapped: false,
+    in_part: false,
+    cold: Lane::BUFFERED,
+    warm: Lane::BUFFERED,
+    parts: Lane::BUFFERED,
+    through: Through::Ahead,
+};
 /// Cold bytes past the page cache, resident ones through it.
-const DIRECT: Way = Way { cold: Route::Direct, ..BUFFERED };
+const DIRECT: Way = Way { cold: Lane::DIRECT, ..BUFFERED };
 const MAPPED: Way = Way { mapped: true, ..BUFFERED };
 
 /// A checkpoint of one file whose data section starts at `data_start`.
@@ -100,7 +106,7 @@ fn gpt2_lands_in_place_in_131_reads() {
     let (begin, past) = (20_000u64, 20_000 + c.nbytes());
     let (first, last) = (begin / PAGE * PAGE, past.next_multiple_of(PAGE));
     let t = s.totals();
-    assert_eq!((t.direct.extents, t.direct.bytes), (131, last - first));
+    assert_eq!((t.lanes.of(Lane::DIRECT).extents, t.lanes.of(Lane::DIRECT).bytes), (131, last - first));
     assert_eq!((t.wanted, t.slack, t.gap), (c.nbytes(), begin - first + last - past, 0));
     assert!(s.extents.iter().all(|e| e.landing == Landing::Block { block: 0 }));
     // No short tail: the last two share the rest.
@@ -109,18 +115,24 @@ fn gpt2_lands_in_place_in_131_reads() {
     // Through the page cache: the exact bytes in as many reads.
     let s = Schedule::new(&c, &layout, &[by(BUFFERED)], &LIMITS);
     let t = s.totals();
-    assert_eq!((t.buffered.extents, t.buffered.bytes, t.slack, t.gap), (131, c.nbytes(), 0, 0));
+    assert_eq!(
+        (t.lanes.of(Lane::BUFFERED).extents, t.lanes.of(Lane::BUFFERED).bytes, t.slack, t.gap),
+        (131, c.nbytes(), 0, 0)
+    );
 
     // By huge pages: cut between them, in about as many reads.
     let filled = by(Way { through: Through::HugePages, ..BUFFERED });
     let s = Schedule::new(&c, &layout, &[filled], &LIMITS);
     let t = s.totals();
-    assert_eq!((t.buffered.extents, t.buffered.bytes, t.slack, t.gap), (131, c.nbytes(), 0, 0));
+    assert_eq!(
+        (t.lanes.of(Lane::BUFFERED).extents, t.lanes.of(Lane::BUFFERED).bytes, t.slack, t.gap),
+        (131, c.nbytes(), 0, 0)
+    );
     assert!(s.extents[1..].iter().all(|e| e.offset % (2 * MIB) == 0));
 
     // Mapped: populated, nothing copied.
     let s = Schedule::new(&c, &layout, &[by(MAPPED)], &LIMITS);
-    assert_eq!((s.totals().mapped.extents, s.totals().direct.extents), (131, 0));
+    assert_eq!((s.totals().lanes.of(Lane::MAPPED).extents, s.totals().lanes.of(Lane::DIRECT).extents), (131, 0));
     assert_eq!(layout.blocks[0].kind, BlockKind::Mirror { file: 0, start: 20_000 / PAGE * PAGE });
 }
 
@@ -133,7 +145,7 @@ fn gpt2_onto_a_gpu_costs_two_percent_more_reads_and_no_more_bytes() {
     let t = s.totals();
     assert_eq!(t.wanted, c.nbytes());
     assert!(t.slack < 2 * PAGE && t.gap == 0);
-    assert!((131..=133).contains(&t.direct.extents), "{}", t.direct.extents);
+    assert!((131..=133).contains(&t.lanes.of(Lane::DIRECT).extents), "{}", t.lanes.of(Lane::DIRECT).extents);
     assert!(s.extents.iter().all(|e| e.landing == Landing::Slab));
 }
 
@@ -143,12 +155,12 @@ fn what_is_resident_goes_its_own_way() {
     let layout = Layout::new(&c, &Want::all(&c), &Target::Cpu { misaligned: false }, Order::File).unwrap();
     let half = FileTraits { resident: std::iter::once(0..32 * MIB).collect(), ..cold(0) };
     let t = Schedule::new(&c, &layout, &[half], &LIMITS).totals();
-    assert_eq!((t.buffered.bytes, t.direct.bytes), (32 * MIB - 4096, 32 * MIB + 4096));
-    assert_eq!((t.buffered.extents, t.direct.extents), (8, 9));
+    assert_eq!((t.lanes.of(Lane::BUFFERED).bytes, t.lanes.of(Lane::DIRECT).bytes), (32 * MIB - 4096, 32 * MIB + 4096));
+    assert_eq!((t.lanes.of(Lane::BUFFERED).extents, t.lanes.of(Lane::DIRECT).extents), (8, 9));
     // An island of a page is not worth two more reads.
     let island = FileTraits { resident: std::iter::once(8 * MIB..8 * MIB + 4096).collect(), ..cold(0) };
     let t = Schedule::new(&c, &layout, &[island], &LIMITS).totals();
-    assert_eq!((t.buffered.extents, t.direct.extents), (0, 16));
+    assert_eq!((t.lanes.of(Lane::BUFFERED).extents, t.lanes.of(Lane::DIRECT).extents), (0, 16));
 }
 
 #[test]
@@ -243,10 +255,17 @@ fn steps_in_a_huge_matrix_are_planned_extent_by_extent() {
             let t = s.totals();
             assert_eq!(t.wanted, layout.runs[0].nbytes());
             // Gaps at the ends of reads, which fall on pages, are left out.
-            assert!(span - t.buffered.bytes < 8 * t.buffered.extents, "{region:?}: {t:?}");
+            assert!(
+                span - t.lanes.of(Lane::BUFFERED).bytes < 8 * t.lanes.of(Lane::BUFFERED).extents,
+                "{region:?}: {t:?}"
+            );
             let reads = span.div_ceil(LIMITS.extent);
-            assert!(t.buffered.extents <= reads + reads / 8, "{region:?}: {t:?}");
-            assert!(s.pieces.len() as u64 <= most * t.buffered.extents, "{region:?}: {} pieces", s.pieces.len());
+            assert!(t.lanes.of(Lane::BUFFERED).extents <= reads + reads / 8, "{region:?}: {t:?}");
+            assert!(
+                s.pieces.len() as u64 <= most * t.lanes.of(Lane::BUFFERED).extents,
+                "{region:?}: {} pieces",
+                s.pieces.len()
+            );
         }
     }
 }
@@ -461,7 +480,7 @@ fn what_plans_of_many_small_tensors_cost_at_most() {
         let s = Schedule::new(c, &layout, &[by(way)], &limits);
         let t = s.totals();
         let cost = Cost {
-            reads: t.mapped.extents + t.buffered.extents + t.direct.extents,
+            reads: t.lanes.sum().extents,
             slack: t.slack,
             gaps: t.gap,
             blocks: layout.blocks.len(),

@@ -2,7 +2,7 @@
 //! that arrives anywhere.
 #![allow(clippy::unwrap_used)]
 
-use penstock::extent::{Extent, Landing, Piece, Route};
+use penstock::extent::{Extent, Landing, Lane, Piece};
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Order, GPU_ALIGN, HUGE_PAGE, PAGE, SHARED_BLOCK};
 use penstock::plan::layout::{BlockKind, Layout, Target};
@@ -84,7 +84,7 @@ fn of_file(files: &[FileTraits], limits: &Limits, file: u32) -> Limits {
 
 fn unit(files: &[FileTraits], limits: &Limits, e: &Extent) -> u64 {
     match files[e.file as usize].direct_align {
-        Some(a) if a > PAGE && a <= limits.extent && e.route != Route::Mapped => a,
+        Some(a) if a > PAGE && a <= limits.extent && e.route != Lane::MAPPED => a,
         _ => PAGE,
     }
 }
@@ -155,23 +155,23 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         if e.rows.is_some() && e.landing == Landing::Slab {
             assert!(packed <= e.len, "{packed} bytes lie behind each other in the slab of {e:?}");
         }
-        if e.route == Route::Buffered {
+        if e.route == Lane::BUFFERED {
             assert_eq!(e.slack, 0, "{e:?}");
         } else {
             assert!(e.offset % unit == 0 && e.len % unit == 0, "{e:?}");
         }
-        if e.route == Route::Direct {
+        if e.route == Lane::DIRECT {
             let align = files[e.file as usize].direct_align.unwrap();
             assert!(e.offset % align == 0 && e.len % align == 0, "{e:?}");
         }
-        if e.route != Route::Mapped {
+        if e.route != Lane::MAPPED {
             for count in &mut read[e.file as usize][e.offset as usize..(e.offset + e.len) as usize] {
                 *count += 1;
                 assert!(*count == 1, "{e:?} reads again what another extent read");
             }
         }
 
-        let direct = e.route == Route::Direct && matches!(e.landing, Landing::Block { .. });
+        let direct = e.route == Lane::DIRECT && matches!(e.landing, Landing::Block { .. });
         // What lands in the blocks of a stretch; bytes between them go nowhere.
         let in_place = |first: u32, bytes: &[u8], put: &mut dyn FnMut(u32, u64, &[u8])| {
             let BlockKind::Mirror { file, .. } = layout.blocks[first as usize].kind else { panic!("{e:?}") };
@@ -200,7 +200,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         };
         match e.landing {
             Landing::Mapping { block, resident } => {
-                assert_eq!(e.route, Route::Mapped);
+                assert_eq!(e.route, Lane::MAPPED);
                 let there = |r: &Range<u64>| r.start <= e.offset + first as u64 && r.end >= e.offset + last as u64;
                 assert!(!resident || files[e.file as usize].resident.iter().any(there), "not all resident: {e:?}");
                 assert!(files[e.file as usize].way.mapped, "{e:?}");
@@ -208,7 +208,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
                 in_place(block, &bytes[..(past - e.offset) as usize], &mut put);
             }
             Landing::Block { block } => {
-                assert!(e.route != Route::Direct || limits.direct_in_place, "{e:?}");
+                assert!(e.route != Lane::DIRECT || limits.direct_in_place, "{e:?}");
                 in_place(block, &bytes, &mut put);
                 for p in pieces {
                     let BlockKind::Mirror { start, .. } = layout.blocks[p.block as usize].kind else { panic!("{p:?}") };
@@ -217,7 +217,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
                 }
             }
             Landing::Scatter => {
-                assert_eq!(e.route, Route::Buffered);
+                assert_eq!(e.route, Lane::BUFFERED);
                 let (mut at, mut entries) = (0, 0);
                 for p in pieces {
                     for (from, to) in rows(p) {
@@ -268,9 +268,9 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
     routes(files, &sizes, schedule);
     let t = schedule.totals();
     let bytes: u64 = schedule.extents.iter().map(Extent::bytes_read).sum();
-    assert_eq!(t.mapped.bytes + t.buffered.bytes + t.direct.bytes, bytes);
+    assert_eq!(t.lanes.sum().bytes, bytes);
     assert_eq!(t.wanted + t.slack + t.gap, bytes);
-    assert_eq!(t.mapped.extents + t.buffered.extents + t.direct.extents, schedule.extents.len() as u64);
+    assert_eq!(t.lanes.sum().extents, schedule.extents.len() as u64);
 }
 
 /// One past its last byte in the extent and in the block.
@@ -289,19 +289,19 @@ fn moved(a: &Piece, b: &Piece) -> u64 {
 
 /// Resident bytes go the warm way and the others the cold way, up to stretches too short to matter.
 fn routes(files: &[FileTraits], sizes: &[u64], schedule: &Schedule) {
-    for e in schedule.extents.iter().filter(|e| e.route != Route::Mapped) {
+    for e in schedule.extents.iter().filter(|e| e.route != Lane::MAPPED) {
         let traits = &files[e.file as usize];
         if traits.direct_align.is_none() {
-            assert_eq!(e.route, Route::Buffered);
+            assert_eq!(e.route, Lane::BUFFERED);
         }
-        if traits.direct_align != Some(512) || (traits.way.cold, traits.way.warm) != (Route::Direct, Route::Buffered) {
+        if traits.direct_align != Some(512) || (traits.way.cold, traits.way.warm) != (Lane::DIRECT, Lane::BUFFERED) {
             continue;
         }
         let past = (e.offset + e.len).min(sizes[e.file as usize]);
         let inside = |r: &Range<u64>| past.min(r.end).saturating_sub(e.offset.max(r.start));
         let resident: u64 = traits.resident.iter().map(inside).sum();
         match e.route {
-            Route::Buffered => assert_eq!(resident, past - e.offset, "cold bytes in {e:?}"),
+            Lane::BUFFERED => assert_eq!(resident, past - e.offset, "cold bytes in {e:?}"),
             _ => assert!(traits.resident.iter().all(|r| inside(r) < (64 << 10) + 2 * PAGE), "warm bytes in {e:?}"),
         }
     }
@@ -359,7 +359,7 @@ fn case() -> impl Strategy<Value = Case> {
         ranges
     });
     let align = prop::sample::select(vec![Some(512), Some(512), Some(4096), Some(16384), None]);
-    let route = || prop::sample::select(vec![Route::Direct, Route::Buffered, Route::Direct]);
+    let route = || prop::sample::select(vec![Lane::DIRECT, Lane::BUFFERED, Lane::DIRECT]);
     let extent = prop::option::weighted(0.3, prop::sample::select(vec![4096u64, 8192, 16384]));
     let gap = prop::option::weighted(0.3, prop::sample::select(vec![0u64, 4096, 65536]));
     let traits = (0..3u32, align, resident, any::<bool>(), route(), route(), (extent, gap));
@@ -635,7 +635,7 @@ proptest! {
         let target = &targets[usize::from(target)];
         let limits = Limits { extent, gap, scatter, direct_in_place: true, window: None };
         let there = bytes / 3..bytes / 2;
-        let way = Way { cold: Route::Direct, ..Way::default() };
+        let way = Way { cold: Lane::DIRECT, ..Way::default() };
         let traits = [FileTraits { direct_align: Some(512), resident: vec![there], way, ..FileTraits::default() }];
         let layout = Layout::new(&c, &wants, target, Order::File).unwrap();
         aligned(&c, &wants, target, &layout);

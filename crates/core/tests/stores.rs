@@ -6,7 +6,7 @@ mod toy_device;
 mod toy_store;
 
 use penstock::error::ErrorKind;
-use penstock::extent::TakesSlab;
+use penstock::extent::{ByLane, TakesSlab};
 use penstock::format::{contents, names_in};
 use penstock::options::{Cache, Options};
 use penstock::store::{register, Stores};
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use toy_device::{pointer, ToyDevice};
-use toy_store::{Contents, Fault, Server, Toy};
+use toy_store::{Contents, Fault, Server, Toy, TOY};
 
 const KIB: u64 = 1 << 10;
 
@@ -143,6 +143,10 @@ fn a_checkpoint_of_a_registered_store_opens_and_loads_like_one_of_files() {
         assert!(report.fallbacks.is_empty(), "{:?}", report.fallbacks);
         assert_eq!(model.server.served.load(Ordering::Relaxed), report.nbytes + report.unwanted.gap);
         assert!(report.peak_staging <= 512 * KIB);
+        // Its lane is in the report by its name, after those that this crate knows.
+        let lanes = |routes: &ByLane| routes.iter().filter(|(_, one)| one.bytes > 0).collect::<Vec<_>>();
+        let [(lane, totals)] = lanes(&report.routes)[..] else { panic!("{:?}", report.routes) };
+        assert_eq!((lane, totals.bytes, report.rerouted_extents), (TOY, report.nbytes + report.unwanted.gap, 0));
 
         // One layout, wherever the bytes are and whatever becomes of the page cache.
         for cache in [Cache::Auto, Cache::Keep, Cache::Bypass] {

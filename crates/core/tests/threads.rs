@@ -9,7 +9,7 @@ mod web_server;
 
 use penstock::device::api::{Vendor, LIBRARY_VARIABLE};
 use penstock::error::{Error, ErrorKind, Result};
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::format::{DType, FolderRequest};
 use penstock::options::{Cache, Io, Options, Order};
 use penstock::peers::{ListenAt, Lookout, Pass, Seat};
@@ -200,7 +200,7 @@ fn read(objects: Arc<dyn Objects>) -> Result<Vec<u8>> {
         let (offset, len) = ((number * PART) as u64, PART.min(SIZE - number * PART) as u64);
         // SAFETY: the part is within the memory, which lives until the source is gone.
         let into = Destination::Memory(unsafe { memory.as_mut_ptr().add(number * PART) });
-        let (ticket, route, keep) = (Ticket(number as u64), Route::Buffered, Arc::new(()));
+        let (ticket, route, keep) = (Ticket(number as u64), Lane::BUFFERED, Arc::new(()));
         source
             .submit(Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep })
             .ok()

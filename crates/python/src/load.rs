@@ -12,7 +12,6 @@ use crate::waiting::patiently;
 use crate::wants::{wants_of, Region};
 use penstock::device::api::{Api, Vendor};
 use penstock::device::Fence;
-use penstock::extent::Route;
 use penstock::fallback::Fallback;
 use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
@@ -467,11 +466,11 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
     d.set_item("tensors", r.tensors)?;
     d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
     let routes = PyDict::new(py);
-    for (kind, totals) in Route::ALL.into_iter().zip(&r.routes) {
+    for (kind, totals) in r.routes.iter() {
         let route = PyDict::new(py);
         route.set_item("bytes", totals.bytes)?;
         route.set_item("extents", totals.extents)?;
-        routes.set_item(kind.name(), route)?;
+        routes.set_item(kind.name, route)?;
     }
     d.set_item("routes", routes)?;
     d.set_item("slack_bytes", r.unwanted.slack)?;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._report import Report, size_text
+from .._report import Report, bytes_read, size_text
 
 _SHARE, _LEAST = 1.25, 16 << 20
 """Bytes read by bytes wanted, and bytes read beyond those: a load with less of either says nothing."""
@@ -21,7 +21,7 @@ def read_besides(report: Report) -> str | None:
         return None  # one rank alone, or each byte once
     wanted = report["nbytes"]
     network = report.get("network") or {}
-    read = max(sum(way["bytes"] for way in report.get("routes", {}).values()), network.get("received_bytes", 0))
+    read = max(bytes_read(report), network.get("received_bytes", 0))
     if read < _SHARE * wanted or read - wanted < _LEAST:
         return None
     times = f"{read / max(wanted, 1):.1f} times as many"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .._report import Report
+from .._report import Report, bytes_read
 from ._startup import Phases
 
 
@@ -22,7 +22,7 @@ def summed(reports: Iterable[Report]) -> dict[str, Any] | None:
         materialised.update(report.get("materialised", {}))
     return {
         "wanted_bytes": sum(report["nbytes"] for report in reports),
-        "read_bytes": sum(way["bytes"] for report in reports for way in report.get("routes", {}).values()),
+        "read_bytes": sum(map(bytes_read, reports)),
         "received_bytes": sum((report.get("exchange") or {}).get("received_bytes", 0) for report in reports),
         "gap_bytes": sum(report.get("gap_bytes", 0) for report in reports),
         **{key: sum(report.get(key, 0) for report in reports) for key in ("loads", "copies", "materialised_bytes")},

@@ -59,6 +59,8 @@ def section(page: Page, trace: dict[str, Any], title: str | None, disk: float | 
         "direct": "read, O_DIRECT",
         "buffered": "read, page cache",
         "mapped": "read, mapped",
+        "network": "received, server",
+        "rank": "received, rank",
         "wait": "engine waits",
     }
     key = [tag("li", tag("i", style=f"background:var(--{role})"), names.get(role, role)) for role in lanes.roles(found)]

@@ -9,7 +9,7 @@ use crate::extent::Ticket;
 use crate::rows;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex, MutexGuard};
 use crate::threads::guarded;
-use crate::timeline::{Lane, Span, Timeline};
+use crate::timeline::{Span, Timeline, Track};
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
@@ -60,7 +60,7 @@ impl CpuShared {
         let (begun, extent) = (Instant::now(), Some(batch.ticket.0));
         let bytes = bytes_and_rows(&batch).0;
         let copied = run(batch);
-        let span = Span::new(Lane::Copier(worker), "copy", begun, Instant::now());
+        let span = Span::new(Track::Copier(worker), "copy", begun, Instant::now());
         timeline.add(Span { kind: "copy", extent, bytes, ..span });
         copied
     }

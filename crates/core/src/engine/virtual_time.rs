@@ -4,7 +4,7 @@
 
 use super::{Action, Bounds, Engine, Event, Slabs};
 use crate::error::Error;
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::format::Checkpoint;
 use crate::options::{grants, pool_bytes, Options, Order};
 use crate::plan::layout::{Layout, Target};
@@ -226,7 +226,7 @@ fn load(machine: Machine) -> Outcome {
 fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let Machine { mut volumes, mut device, depth, slabs, registered, mut registers, allocation } = machine;
     let options = Options::default();
-    let way = Way { cold: Route::Direct, ..Way::default() };
+    let way = Way { cold: Lane::DIRECT, ..Way::default() };
     let traits: Vec<FileTraits> = (0..volumes.len() as u32)
         .map(|storage| FileTraits { storage, direct_align: Some(512), way, ..FileTraits::default() })
         .collect();

@@ -287,7 +287,7 @@ fn dense(axis: Axis) -> strided::GridAxis {
 mod tests {
     use super::*;
     use crate::error::ErrorKind;
-    use crate::extent::{Route, TakesSlab};
+    use crate::extent::{Lane, TakesSlab};
     use crate::format::DType;
     use crate::plan::layout::{BlockSpec, Place};
 
@@ -300,7 +300,7 @@ mod tests {
             offset: 5000,
             len: 100,
             need: 100,
-            route: Route::Buffered,
+            route: Lane::BUFFERED,
             landing,
             staging: TakesSlab::AtRequest,
             pieces: 0..pieces.len() as u32,

@@ -8,7 +8,7 @@ use crate::peers::{Peers, RowsToSend};
 use crate::plan::request::{Request, Together};
 use crate::plan::schedule::Schedule;
 use crate::plan::shares::{DensePart, Shares};
-use crate::source::{Mux, Source};
+use crate::source::{Mux, Read, Source};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -56,7 +56,6 @@ impl Among {
         &self,
         files: Box<dyn Source>,
         schedule: &Schedule,
-        checkpoint: &Checkpoint,
     ) -> Result<(Box<dyn Source>, Option<Received>)> {
         let mut found = Received { parcels: 0, in_slabs: false };
         let mut parcels = vec![None; schedule.extents.len()];
@@ -67,9 +66,10 @@ impl Among {
                 found.in_slabs |= e.landing == Landing::Slab;
             }
         }
-        let ranks = self.hosts.len();
-        let of_file = (0..checkpoint.files().len() + ranks).map(|file| usize::from(file >= checkpoint.files().len()));
-        let source = Mux::new(vec![files, self.peers.source(parcels.into())], of_file.collect())?;
+        let parcels: Arc<[Option<u32>]> = parcels.into();
+        let ranks = self.peers.source(parcels.clone());
+        let received = move |read: &Read| usize::from(parcels[read.ticket.0 as usize].is_some());
+        let source = Mux::new(vec![files, ranks], Box::new(received))?;
         Ok((Box::new(source), Some(found)))
     }
 

@@ -21,7 +21,7 @@ use crate::stats::{Report, Tally};
 use crate::store::{patiently, CacheFill, DiskUse, Storage};
 use crate::sync::lock;
 use crate::threads::{guarded, of_panic, step};
-use crate::timeline::{Lane, Span, Timeline};
+use crate::timeline::{Span, Timeline, Track};
 use crate::way::{Cold, Routing, Through};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -87,7 +87,7 @@ pub(super) struct Record {
 impl Record {
     pub(super) fn new(timeline: Arc<Timeline>, extents: usize) -> Self {
         let now = Instant::now();
-        timeline.add(Span::new(Lane::Plan, "plan", timeline.begun(), now));
+        timeline.add(Span::new(Track::Plan, "plan", timeline.begun(), now));
         Record { timeline, started: vec![now; extents], ready: 0 }
     }
 
@@ -97,9 +97,9 @@ impl Record {
         }
     }
 
-    fn span(&self, lane: Lane, name: &'static str, extent: u64) -> Span {
+    fn span(&self, track: Track, name: &'static str, extent: u64) -> Span {
         let begun = self.started.get(extent as usize).copied();
-        Span { extent: Some(extent), ..Span::new(lane, name, begun.unwrap_or_else(Instant::now), Instant::now()) }
+        Span { extent: Some(extent), ..Span::new(track, name, begun.unwrap_or_else(Instant::now), Instant::now()) }
     }
 }
 
@@ -347,16 +347,16 @@ impl Driver {
                 }
             };
             let e = self.schedule.extents.get(ticket.0 as usize);
-            if let (Ok(bytes), Some(InCommon::Received(_))) = (&result, e.and_then(|e| e.shared)) {
-                self.report.exchange.get_or_insert_default().received += bytes;
-            } else if let Ok(bytes) = &result {
+            if let Ok(bytes) = &result {
+                if let Some(InCommon::Received(_)) = e.and_then(|e| e.shared) {
+                    self.report.exchange.get_or_insert_default().received += bytes;
+                }
                 let skipped = e.and_then(|e| e.rows).map_or(0, |rows| rows.skipped);
-                self.report.count(route, bytes.saturating_sub(skipped));
-                let planned = self.schedule.extents.get(ticket.0 as usize).map(|e| e.route);
-                self.report.rerouted_extents += u64::from(planned != Some(route));
+                self.report.routes.count(route, bytes.saturating_sub(skipped));
+                self.report.rerouted_extents += u64::from(e.map(|e| e.route) != Some(route));
             }
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
-                let span = record.span(Lane::Reading, "read", ticket.0);
+                let span = record.span(Track::Reading, "read", ticket.0);
                 record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
             }
             let result = result.map_err(|e| self.located(e, ticket));
@@ -364,7 +364,7 @@ impl Driver {
         }
         for Copied { ticket, result, begun } in copied.drain(..) {
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
-                let span = record.span(Lane::Copying, "transfer", ticket.0);
+                let span = record.span(Track::Copying, "transfer", ticket.0);
                 record.timeline.add(Span { kind: "device", bytes: e.need, ..span });
             }
             if let (Ok(()), Some(bytes), Some(exchange)) = (&result, self.sends.get(&ticket), &mut self.report.exchange)
@@ -454,7 +454,7 @@ impl Driver {
             match gpu.allocate(nbytes) {
                 Ok(granted) => {
                     if let Some(record) = &self.record {
-                        let span = Span::new(Lane::Allocate, "allocate", begun, Instant::now());
+                        let span = Span::new(Track::Allocate, "allocate", begun, Instant::now());
                         record.timeline.add(Span { bytes: nbytes, ..span });
                     }
                     self.shared.lock().give(block, granted.clone());
@@ -645,7 +645,7 @@ impl Driver {
         if let Some(record) = &mut self.record {
             let tensors = std::mem::take(&mut record.ready);
             if tensors > 0 {
-                let span = Span::new(Lane::HandOut, "ready", begun, Instant::now());
+                let span = Span::new(Track::HandOut, "ready", begun, Instant::now());
                 record.timeline.add(Span { tensors, ..span });
             }
         }
@@ -683,7 +683,7 @@ impl Driver {
         let now = Instant::now();
         self.tally.add(waits_for, self.engine.reads_in_flight(), self.engine.copies_in_flight(), now - before);
         if let (Some(record), Some(name)) = (&self.record, waits_for.name()) {
-            let span = Span::new(Lane::Engine, format!("wait: {name}"), before, now);
+            let span = Span::new(Track::Engine, format!("wait: {name}"), before, now);
             record.timeline.add(Span { kind: "wait", ..span });
         }
     }

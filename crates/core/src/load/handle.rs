@@ -10,7 +10,7 @@ use crate::plan::want::Want;
 use crate::stats::Report;
 use crate::store::Storage;
 use crate::sync::{lock, JoinHandle, Mutex};
-use crate::timeline::{Lane, Span, Timeline};
+use crate::timeline::{Span, Timeline, Track};
 use crate::way::Routing;
 use std::borrow::Cow;
 use std::sync::{Arc, PoisonError};
@@ -249,7 +249,7 @@ impl Load {
     /// Adds what the owner of the load did to its trace, if there is one.
     pub fn mark(&self, name: impl Into<Cow<'static, str>>, begun: Instant, ended: Instant) {
         if let Some(timeline) = &self.timeline {
-            timeline.add(Span::new(Lane::Owner, name, begun, ended));
+            timeline.add(Span::new(Track::Owner, name, begun, ended));
         }
     }
 

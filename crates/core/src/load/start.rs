@@ -223,7 +223,7 @@ fn assemble(
         None => source,
     };
     let (source, bounds) = match &among {
-        Some(among) => among.source(source, &schedule, &checkpoint)?,
+        Some(among) => among.source(source, &schedule)?,
         None => (source, None),
     };
     let mut device = match stand_ins.device {

@@ -10,7 +10,7 @@ use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{InCommon, Landing, Piece, Route};
+use crate::extent::{InCommon, Landing, Piece};
 use crate::format::Checkpoint;
 use crate::machine;
 use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
@@ -130,7 +130,7 @@ impl Planned {
             // Short rows in the page cache cost least one by one, without the long gaps between them.
             let in_cache = surveyed.facts.kind != FsKind::Network && surveyed.facts.kind != FsKind::Remote;
             let is_warm = in_cache && !surveyed.sampled && all_resident;
-            let by_rows = is_warm && way.warm == Route::Buffered && way.through != Through::Nothing;
+            let by_rows = is_warm && way.warm.scatters && way.through != Through::Nothing;
             let rows = by_rows.then(|| options.gap.map_or(ROW_GAP, |gap| gap.min(ROW_GAP)));
             FileTraits {
                 storage,
@@ -257,7 +257,7 @@ fn gaps_measured(
     for (file, (surveyed, way)) in (0..).zip(survey.files.iter().zip(&routing.ways)) {
         let Some(surveyed) = surveyed.as_ref().filter(|s| s.cut && s.facts.gap.is_none()) else { continue };
         let Way { mapped: false, cold, .. } = way else { continue };
-        let key = (surveyed.facts.storage, *cold == Route::Direct);
+        let key = (surveyed.facts.storage, cold.whole_units);
         if let Some(answer) = known.get(&key) {
             found[file as usize] = *answer;
         } else if let Some(sample) = holes::sample(layout, file, &surveyed.resident, files.size(file)) {

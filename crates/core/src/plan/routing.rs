@@ -3,7 +3,7 @@
 
 use super::survey::{Survey, Surveyed};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, TakesSlab};
+use crate::extent::{Lane, TakesSlab};
 use crate::options::{Cache, Io, Options, MOST_EXTENT, PAGE};
 use crate::store::FsKind;
 use crate::way::{Cold, Routing, Through, Way, WORTH_A_TRIAL};
@@ -97,7 +97,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let way = |s: &Surveyed| {
         let mapped = is_mapped(s);
         let cold = s.missing() > 0 && mappable(s);
-        let route = |direct: bool| if direct && has_direct(s) { Route::Direct } else { Route::Buffered };
+        let route = |direct: bool| if direct && has_direct(s) { Lane::DIRECT } else { s.facts.lane };
         let through = match what {
             Cold::None => Through::Ahead,
             // What could have gone past the page cache and goes through it is there already.
@@ -113,6 +113,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
             in_part: mapped && cold && !s.is_whole(),
             cold: route(past || !keep || tries),
             warm: route(past),
+            parts: s.facts.lane,
             through,
         }
     };

@@ -12,7 +12,7 @@ use super::shares::{BothWays, Parcel, Shares};
 use super::strides::Strides;
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{ByRows, Extent, InCommon, Landing, Piece, Route, RouteTotals, TakesSlab};
+use crate::extent::{ByLane, ByRows, Extent, InCommon, Landing, Lane, Piece, TakesSlab};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
 use crate::rows;
@@ -331,13 +331,7 @@ impl Schedule {
     pub fn totals(&self) -> Totals {
         let mut totals = Totals::default();
         for e in &self.extents {
-            let route = match e.route {
-                Route::Mapped => &mut totals.mapped,
-                Route::Buffered => &mut totals.buffered,
-                Route::Direct => &mut totals.direct,
-            };
-            route.extents += 1;
-            route.bytes += e.bytes_read();
+            totals.lanes.count(e.route, e.bytes_read());
             totals.wanted += e.wanted;
             totals.slack += e.slack;
             totals.gap += e.bytes_read().saturating_sub(e.wanted + e.slack);
@@ -347,14 +341,10 @@ impl Schedule {
 }
 
 /// What a schedule reads, in sum.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Populated in place.
-    pub mapped: RouteTotals,
-    /// Read through the page cache.
-    pub buffered: RouteTotals,
-    /// Read past the page cache.
-    pub direct: RouteTotals,
+    /// Bytes and extents by lane.
+    pub lanes: ByLane,
     /// Distinct wanted bytes.
     pub wanted: u64,
     /// Alignment slack in bytes, part of it past the end of the files.
@@ -411,8 +401,8 @@ struct Rules {
     gap: u64,
     direct_in_place: bool,
     window: Option<u64>,
-    cold: Route,
-    warm: Route,
+    cold: Lane,
+    warm: Lane,
     /// Sorted, disjoint, on whole units, none of them shorter than [`RESIDENT`].
     resident: Vec<Range<u64>>,
     /// Whether the page cache holds all that is wanted (mapped files only).
@@ -438,8 +428,8 @@ impl Rules {
             gap: traits.gap(limits),
             direct_in_place: limits.direct_in_place,
             window: limits.window,
-            cold: Route::Mapped,
-            warm: Route::Mapped,
+            cold: Lane::MAPPED,
+            warm: Lane::MAPPED,
             resident: Vec::new(),
             all_resident,
             scatter: None,
@@ -456,13 +446,10 @@ impl Rules {
             Some(align) if align % PAGE == 0 && align != 0 && align <= most => Some(align),
             _ => None,
         };
-        let route = |wanted: Route| match (wanted, direct) {
-            (Route::Direct, Some(_)) => Route::Direct,
-            // Blocks that are read into are not mapped.
-            _ => Route::Buffered,
-        };
-        let (cold, warm) = (route(traits.way.cold), route(traits.way.warm));
-        let unit = direct.filter(|_| cold == Route::Direct || warm == Route::Direct).unwrap_or(PAGE);
+        // A file without a unit that suits is read in parts of any length.
+        let usable = |lane: Lane| if lane.whole_units && direct.is_none() { traits.way.parts } else { lane };
+        let (cold, warm) = (usable(traits.way.cold), usable(traits.way.warm));
+        let unit = direct.filter(|_| cold.whole_units || warm.whole_units).unwrap_or(PAGE);
         let mut resident: Vec<Range<u64>> = Vec::new();
         if cold != warm {
             for r in &traits.resident {
@@ -512,8 +499,8 @@ impl Rules {
             step: PAGE,
             extent,
             gap: u64::MAX,
-            cold: Route::Buffered,
-            warm: Route::Buffered,
+            cold: traits.way.parts,
+            warm: traits.way.parts,
             resident: Vec::new(),
             scatter: None,
             in_place: false,
@@ -907,9 +894,9 @@ impl Making<'_> {
     }
 
     /// Cuts a part of the span, alike in landing and route, into extents.
-    fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, route: Route) {
-        let home = home.filter(|_| route != Route::Direct || rules.direct_in_place);
-        let whole_units = route != Route::Buffered;
+    fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, route: Lane) {
+        let home = home.filter(|_| !route.whole_units || route.is_mapping() || rules.direct_in_place);
+        let whole_units = route.whole_units;
         let (mut at, end) =
             if whole_units { (rules.down(part.start), rules.up(part.end)) } else { (part.start, part.end) };
         while at < end {
@@ -921,7 +908,7 @@ impl Making<'_> {
                 _ if left < 2 * rules.extent => (at + left / 2).next_multiple_of(step).min(furthest),
                 _ => furthest,
             };
-            let mut scatter = rules.scatter.filter(|_| route == Route::Buffered && home.is_none());
+            let mut scatter = rules.scatter.filter(|_| route.scatters && home.is_none());
             let entries = loop {
                 match self.gather(rules, at, past.min(part.end), home, scatter) {
                     Gathered::All(entries) => break entries,
@@ -929,12 +916,12 @@ impl Making<'_> {
                     Gathered::NoScatter => scatter = None,
                 }
             };
-            let landing = match (home, entries, route) {
+            let landing = match (home, entries) {
                 _ if rules.rows.is_some() && self.into_memory && self.is_dense() => Landing::Scatter,
-                (Some(block), _, Route::Mapped) => Landing::Mapping { block, resident: rules.all_resident },
+                (Some(block), _) if route.is_mapping() => Landing::Mapping { block, resident: rules.all_resident },
                 (Some(block), ..) => Landing::Block { block },
-                (None, Some(_), _) => Landing::Scatter,
-                (None, None, _) => Landing::Slab,
+                (None, Some(_)) => Landing::Scatter,
+                (None, None) => Landing::Slab,
             };
             self.emit(rules, route, landing);
             let (atoms, next, done) = (&self.atoms, self.next, past.min(part.end));
@@ -1064,9 +1051,9 @@ impl Making<'_> {
         let resident = &rules.resident[rules.resident.partition_point(|r| r.end <= parcel.start)..];
         let warm = resident.first().is_some_and(|r| r.start <= parcel.start && r.end >= parcel.end);
         let route = if warm { rules.warm } else { rules.cold };
-        let (offset, past) = match route {
-            Route::Buffered => (parcel.start, parcel.end),
-            _ => (rules.down(parcel.start), rules.up(parcel.end)),
+        let (offset, past) = match route.whole_units {
+            false => (parcel.start, parcel.end),
+            true => (rules.down(parcel.start), rules.up(parcel.end)),
         };
         let pieces = self.keep(offset);
         let (len, need) = (past - offset, parcel.end - offset);
@@ -1095,7 +1082,7 @@ impl Making<'_> {
             offset: 0,
             len,
             need: len,
-            route: Route::Buffered,
+            route: Lane::RANK,
             landing: if strided || !self.into_memory { Landing::Slab } else { Landing::Scatter },
             staging: TakesSlab::AtArrival,
             pieces,
@@ -1122,10 +1109,10 @@ impl Making<'_> {
     }
 
     /// Makes an extent of what `gather` has collected.
-    fn emit(&mut self, rules: &Rules, route: Route, landing: Landing) {
+    fn emit(&mut self, rules: &Rules, route: Lane, landing: Landing) {
         let Some(first) = self.scratch.first().map(|p| p.from) else { return };
         let last = self.scratch.iter().map(end).max().unwrap_or(first);
-        let (offset, past) = if route == Route::Buffered { (first, last) } else { (rules.down(first), rules.up(last)) };
+        let (offset, past) = if route.whole_units { (rules.down(first), rules.up(last)) } else { (first, last) };
         // In a slab they lie one behind the other. Those that several wants take lie there several times, and may need more
         // room than the extent. Then it is read whole, which is less.
         let packed: u64 = self.scratch.iter().map(Piece::nbytes).sum();

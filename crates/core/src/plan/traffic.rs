@@ -9,7 +9,7 @@ use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
 use super::shares::{Party, Shares};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Extent, InCommon, Route};
+use crate::extent::{Extent, InCommon, Lane};
 use crate::format::Checkpoint;
 use crate::options::{Options, Order, Scope, PAGE};
 use crate::way::Way;
@@ -221,7 +221,7 @@ impl<'a> Counting<'a> {
     fn new(checkpoint: &'a Checkpoint, wants: &[Want]) -> Result<Counting<'a>> {
         let options = Options::default();
         let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
-        let way = Way { cold: Route::Direct, ..Way::default() };
+        let way = Way { cold: Lane::DIRECT, ..Way::default() };
         let file = FileTraits { direct_align: Some(512), way, ..FileTraits::default() };
         let files = vec![file; checkpoint.files().len()];
         let limits = Limits {

@@ -7,7 +7,7 @@
 //!
 //! ```no_run
 //! # fn main() -> penstock::Result<()> {
-//! use penstock::extent::{Route, Ticket};
+//! use penstock::extent::{Lane, Ticket};
 //! use penstock::{options::Io, source::*, store::Files};
 //! use std::sync::Arc;
 //!
@@ -15,7 +15,7 @@
 //! let mut source = Router::new(files.clone(), Io::Auto, &Arc::default())?;
 //! let memory: &'static mut [u8] = Box::leak(Box::new([0; 8])); // so that there is nothing to keep alive
 //! let (into, keep) = (Destination::Memory(memory.as_mut_ptr()), Arc::new(()));
-//! let route = Route::Buffered;
+//! let route = Lane::BUFFERED;
 //! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route, into, fresh: false, written: 0, keep };
 //! source.submit(read).ok();
 //! source.flush()?;
@@ -65,7 +65,7 @@ pub(crate) use trial::{Chosen, Trial};
 pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::fallback::Fallback;
 use crate::rows::RowPlaces;
 use crate::store::Files;
@@ -89,7 +89,7 @@ pub struct Read {
     /// Bytes that must arrive; fewer is an error of kind `Truncated`.
     pub need: u64,
     /// The route that it should travel.
-    pub route: Route,
+    pub route: Lane,
     /// Where its bytes arrive.
     pub into: Destination,
     /// Whether pages of that memory may not exist yet. The thread that submits a direct read then waits until the
@@ -147,7 +147,7 @@ pub struct Done {
     /// Bytes that arrived, at least the read's `need`; otherwise the error.
     pub result: Result<u64, Error>,
     /// The route it travelled in the end.
-    pub route: Route,
+    pub route: Lane,
     /// Bytes from the first on that were written to their place, or may have been: of a read that failed, those that had
     /// arrived, and what a call of the kernel that failed may have written without saying so.
     pub written: u64,

@@ -13,11 +13,14 @@ use std::sync::Arc;
 /// load that is too fast.
 const WAITING: usize = 64;
 
+/// Says which source a read goes to, by its file or by its lane.
+type Choose = Box<dyn Fn(&Read) -> usize + Send>;
+
 /// Several sources as one. Room is kept per source, so that one that is full does not block the others.
 pub(crate) struct Mux {
     sources: Vec<Box<dyn Source>>,
-    /// For each file, the source that reads it.
-    of_file: Vec<usize>,
+    /// The number of the source that reads it.
+    choose: Choose,
     /// For each source, the reads for which it had no room.
     waiting: Vec<VecDeque<Read>>,
     /// The source of each read in flight.
@@ -28,11 +31,11 @@ pub(crate) struct Mux {
 }
 
 impl Mux {
-    pub(crate) fn new(sources: Vec<Box<dyn Source>>, of_file: Vec<usize>) -> Result<Mux> {
+    pub(crate) fn new(sources: Vec<Box<dyn Source>>, choose: Choose) -> Result<Mux> {
         let wake = epoll()?;
         sources.iter().try_for_each(|source| watch(&wake, source.wake()))?;
         let waiting = sources.iter().map(|_| VecDeque::new()).collect();
-        Ok(Mux { sources, of_file, waiting, of_ticket: HashMap::new(), given_up: Vec::new(), wake })
+        Ok(Mux { sources, choose, waiting, of_ticket: HashMap::new(), given_up: Vec::new(), wake })
     }
 
     /// Sends what waits, as far as there is room now.
@@ -50,7 +53,7 @@ impl Mux {
 
 impl Source for Mux {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        let number = self.of_file[read.file as usize];
+        let number = (self.choose)(&read);
         if self.waiting[number].len() >= WAITING {
             return Err(read);
         }
@@ -125,7 +128,7 @@ impl Source for Mux {
 mod tests {
     use super::*;
     use crate::error::{Error, ErrorKind};
-    use crate::extent::Route;
+    use crate::extent::Lane;
     use crate::source::Done;
     use crate::sync::{lock, Mutex};
     use crate::wake::Wake;
@@ -197,11 +200,11 @@ mod tests {
             Box::new(Told { room, given: given.clone(), wake: Wake::new().unwrap() }) as Box<dyn Source>
         };
         let sources = rooms.iter().zip(&given).map(source).collect();
-        (Mux::new(sources, (0..rooms.len()).collect()).unwrap(), given)
+        (Mux::new(sources, Box::new(|read| read.file as usize)).unwrap(), given)
     }
 
     fn read(file: u32, ticket: u64) -> Read {
-        let (route, into, keep) = (Route::Buffered, Destination::OnArrival, Arc::new(()));
+        let (route, into, keep) = (Lane::BUFFERED, Destination::OnArrival, Arc::new(()));
         Read { ticket: Ticket(ticket), file, offset: 0, len: 8, need: 8, route, into, fresh: false, written: 0, keep }
     }
 

@@ -15,7 +15,7 @@
 use super::threads::{How, ReadAhead};
 use super::{epoll, watch, Destination, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
-use crate::extent::Route;
+use crate::extent::Lane;
 use crate::fallback::Fallback;
 use crate::options::Io;
 use crate::store::{Files, FsKind};
@@ -197,18 +197,18 @@ impl Router {
 
     fn by(&self, read: &Read) -> By {
         match read.route {
-            Route::Mapped => By::Pool(How::Mapped),
+            Lane::MAPPED => By::Pool(How::Mapped),
             // The pages are there.
-            Route::Buffered if matches!(read.into, Destination::Rows { .. }) => By::Pool(How::Buffered),
-            Route::Buffered if self.routing.way(read.file).through == Through::Nothing => By::Pool(How::Uncached),
-            Route::Buffered => self.through(),
-            Route::Direct if self.refused.get(read.file as usize) == Some(&true) => match self.routing.cold {
+            Lane::BUFFERED if matches!(read.into, Destination::Rows { .. }) => By::Pool(How::Buffered),
+            Lane::BUFFERED if self.routing.way(read.file).through == Through::Nothing => By::Pool(How::Uncached),
+            Lane::DIRECT if self.refused.get(read.file as usize) == Some(&true) => match self.routing.cold {
                 Cold::Bypass => By::Pool(How::Uncached),
                 _ => By::Pool(How::Buffered),
             },
-            Route::Direct if matches!(self.direct, Direct::Threads) => By::Pool(How::Direct),
-            Route::Direct if !self.insists && self.is_network(read.file) => By::Pool(How::Direct),
-            Route::Direct => By::Direct,
+            Lane::DIRECT if matches!(self.direct, Direct::Threads) => By::Pool(How::Direct),
+            Lane::DIRECT if !self.insists && self.is_network(read.file) => By::Pool(How::Direct),
+            Lane::DIRECT => By::Direct,
+            _ => self.through(),
         }
     }
 
@@ -232,7 +232,7 @@ impl Router {
         let route = read.route;
         let by = self.by(&read);
         if matches!(by, By::Uring | By::Pool(How::Buffered | How::Uncached)) {
-            read.route = Route::Buffered;
+            read.route = Lane::BUFFERED;
         }
         let sent = match (by, &mut self.direct, &mut self.buffered) {
             (By::Pool(how), ..) => self.threads.submit_as(read, how),
@@ -347,7 +347,7 @@ impl Router {
 
 impl Source for Router {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        if read.route == Route::Direct && !self.begun && (self.insists || !self.is_network(read.file)) {
+        if read.route == Lane::DIRECT && !self.begun && (self.insists || !self.is_network(read.file)) {
             self.begin();
         }
         self.send(read)

@@ -9,14 +9,14 @@ use super::rows::{RowReads, Why};
 use super::touch::{Left, Touch, Touches, Untouched};
 use super::{no_place, no_rows, Destination, Outcome, Progress, Read, Source, GRACE, QUARANTINED};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Route;
+use crate::extent::Lane;
 use crate::fallback::Fallback;
 use crate::machine::{block_signals, page_size};
 use crate::rows::RowPlaces;
 use crate::store::{read_fully, Files, FsKind, Stopped};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
-use crate::timeline::{Lane, Span, Timeline};
+use crate::timeline::{Span, Timeline, Track};
 use crate::wake::Wake;
 use crate::way::Routing;
 use std::collections::VecDeque;
@@ -232,9 +232,9 @@ impl ReadAhead {
 impl Source for Threads {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
         let way = match read.route {
-            Route::Mapped => How::Mapped,
-            Route::Buffered => How::Buffered,
-            Route::Direct => How::Direct,
+            Lane::MAPPED => How::Mapped,
+            Lane::DIRECT => How::Direct,
+            _ => How::Buffered,
         };
         self.submit_as(read, way)
     }
@@ -332,7 +332,7 @@ impl PoolShared {
         let Some(timeline) = &self.timeline else { return perform() };
         let begun = Instant::now();
         let result = perform();
-        let span = Span::new(Lane::Reader(number), "read", begun, Instant::now());
+        let span = Span::new(Track::Reader(number), "read", begun, Instant::now());
         timeline.add(span.of_read(read.ticket, read.route, (read.file, read.offset), read.len));
         result
     }
@@ -741,7 +741,7 @@ mod tests {
         let mapping = Arc::new(Mapping::new(file.as_file(), LEN).unwrap());
         let at = mapping.at();
         let into = Destination::Mapping { at, resident: false };
-        let (ticket, route) = (Ticket(0), Route::Mapped);
+        let (ticket, route) = (Ticket(0), Lane::MAPPED);
         let read = Read {
             ticket,
             file: 0,
@@ -790,7 +790,7 @@ mod tests {
             // SAFETY: the mapping is as long as the file.
             let at = unsafe { mapping.at().add(offset as usize) };
             let (len, into) = (EACH.min(bytes.len() as u64 - offset), Destination::Mapping { at, resident: false });
-            let (ticket, route, keep) = (Ticket(offset), Route::Mapped, mapping.clone());
+            let (ticket, route, keep) = (Ticket(offset), Lane::MAPPED, mapping.clone());
             let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
             assert!(matches!(pool.shared.map(&read, at, false, &mut tools), Ok(got) if got == len));
         }
@@ -809,7 +809,7 @@ mod models {
 
     fn read(ticket: u64, into: &'static mut [u8; 8]) -> Read {
         let into = Destination::Memory(into.as_mut_ptr());
-        let route = Route::Buffered;
+        let route = Lane::BUFFERED;
         Read {
             ticket: Ticket(ticket),
             file: 0,

@@ -18,7 +18,7 @@ use super::router::Router;
 use super::threads::ReadAhead;
 use super::{Done, Progress, Read, Source, Touches};
 use crate::error::Result;
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::fallback::Fallback;
 use crate::machine::page_size;
 use crate::options::{GB, MIB};
@@ -99,7 +99,7 @@ impl Trial {
 
 impl Source for Trial {
     fn submit(&mut self, mut read: Read) -> Result<(), Read> {
-        if read.route != Route::Direct {
+        if read.route != Lane::DIRECT {
             return self.inner.submit(read);
         }
         // The submitting thread is woken when one of the reads in flight comes back.
@@ -113,9 +113,9 @@ impl Source for Trial {
             self.pace.share();
         }
         if self.pace.is_through() {
-            read.route = Route::Buffered;
+            read.route = Lane::BUFFERED;
         }
-        self.inner.submit(read).map_err(|read| Read { route: Route::Direct, ..read })?;
+        self.inner.submit(read).map_err(|read| Read { route: Lane::DIRECT, ..read })?;
         self.pace.sent(ticket, file, range, Instant::now());
         Ok(())
     }
@@ -250,7 +250,7 @@ impl Pace {
         for done in done {
             let Some((file, range, past)) = self.out.remove(&done.ticket) else { continue };
             match done.result {
-                Ok(_) if past && done.route != Route::Direct => {
+                Ok(_) if past && done.route != Lane::DIRECT => {
                     let reason = "O_DIRECT was refused".into();
                     (self.choice, self.news) = (Some(Choice { cold: Cold::Keep, reason }), true);
                     self.stage = Timing::Over;
@@ -335,7 +335,7 @@ mod tests {
         now: Instant,
     }
 
-    fn done(n: u64, route: Route) -> Done {
+    fn done(n: u64, route: Lane) -> Done {
         Done { ticket: Ticket(n), result: Ok(EACH), route, written: EACH }
     }
 
@@ -364,7 +364,7 @@ mod tests {
             let done: Vec<_> = numbers
                 .map(|n| {
                     let past = self.pace.out.get(&Ticket(n)).is_some_and(|out| out.2);
-                    done(n, if past { Route::Direct } else { Route::Buffered })
+                    done(n, if past { Lane::DIRECT } else { Lane::BUFFERED })
                 })
                 .collect();
             self.pace.back(&done, self.now);
@@ -480,7 +480,7 @@ mod tests {
     fn what_refuses_direct_reads_is_kept() {
         let mut timed = Timed::new();
         timed.send(0, 2);
-        timed.pace.back(&[done(1, Route::Buffered)], timed.now);
+        timed.pace.back(&[done(1, Lane::BUFFERED)], timed.now);
         assert!(timed.pace.news);
         assert!(timed.pace.is_through() && timed.pace.stage == Timing::Over);
         assert!(timed.pace.take_past().is_empty());
@@ -502,7 +502,7 @@ mod tests {
         let mut timed = Timed::new();
         timed.send(0, 1);
         let result = Err(Error::new(ErrorKind::Io, "no"));
-        timed.pace.back(&[Done { ticket: Ticket(0), result, route: Route::Direct, written: 0 }], timed.now);
+        timed.pace.back(&[Done { ticket: Ticket(0), result, route: Lane::DIRECT, written: 0 }], timed.now);
         assert_eq!((timed.pace.back, timed.cold(), timed.pace.news), (0, None, false));
     }
 }

@@ -577,7 +577,7 @@ impl Drop for Uring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::extent::{Route, Ticket};
+    use crate::extent::{Lane, Ticket};
     use crate::source::Destination;
 
     /// A hang would be one of the load, with a core busy: seen once in some hundred runs of a test of changing files.
@@ -604,7 +604,7 @@ mod tests {
                         offset: next * NBYTES as u64,
                         len: NBYTES as u64,
                         need: NBYTES as u64,
-                        route: Route::Buffered,
+                        route: Lane::BUFFERED,
                         into: Destination::Memory(memory[next as usize].as_mut_ptr()),
                         fresh: true,
                         written: 0,

@@ -4,7 +4,7 @@ use super::known_disks;
 use super::mounts::mount_of;
 use super::stat::{statx, STATX_DIOALIGN};
 use crate::error::{Error, Result};
-use crate::extent::TakesSlab;
+use crate::extent::{Lane, TakesSlab};
 use crate::options::PAGE;
 use std::ffi::CString;
 use std::io;
@@ -39,6 +39,8 @@ pub struct Facts {
     /// kernel does not say (before 6.1, and most network file systems), 4096 is assumed; a read may then still be
     /// refused.
     pub direct_align: Option<u64>,
+    /// The lane of its reads of any length.
+    pub lane: Lane,
     /// Whether mapping it is safe. If a remote machine truncates or loses a mapped file, its reader is killed.
     pub mappable: bool,
     /// Reads in flight that the store wants; `None`: as many as the machine needs. If staging is taken at request, it gets at
@@ -98,7 +100,7 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     }
     let (storage, staging) = (stat.identity.dev, TakesSlab::AtRequest);
     let (parallelism, extent, gap) = (None, None, None);
-    Ok(Facts { kind, fs, storage, direct_align, mappable, parallelism, staging, extent, gap })
+    Ok(Facts { kind, fs, storage, direct_align, lane: Lane::BUFFERED, mappable, parallelism, staging, extent, gap })
 }
 
 /// What a file of an overlay lies on. Lazily pulled images have layers in another process (FUSE), which fetches their

@@ -235,7 +235,8 @@ impl Storage {
         let mut sources = sources.collect::<Result<Vec<_>>>()?;
         let last = sources.len();
         sources.push(local(&self.local)?);
-        let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(last, |found| found.store)).collect();
-        Ok(Box::new(Mux::new(sources, of_file)?))
+        let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(last, |found| found.store));
+        let of_file: Vec<usize> = of_file.collect();
+        Ok(Box::new(Mux::new(sources, Box::new(move |read| of_file[read.file as usize]))?))
     }
 }

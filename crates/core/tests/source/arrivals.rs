@@ -4,7 +4,7 @@ use crate::conformance::toy;
 use crate::sample::*;
 use crate::web::web;
 use penstock::error::ErrorKind;
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::store::Files;
 use std::any::Any;
@@ -16,7 +16,7 @@ type Make = fn(Arc<Files>) -> Box<dyn Source>;
 
 /// A read without a place, and the memory that it gets later.
 fn without_place(ticket: u64, sample: &Sample, begin: u64, end: u64) -> (Read, Arc<Memory>) {
-    let (read, memory) = read(Route::Buffered, ticket, sample, begin, end);
+    let (read, memory) = read(Lane::BUFFERED, ticket, sample, begin, end);
     (Read { into: Destination::OnArrival, keep: Arc::new(()), ..read }, memory)
 }
 

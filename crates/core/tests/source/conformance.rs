@@ -4,7 +4,7 @@ use crate::sample::*;
 use crate::toy_store::{Server, ToyObjects, ToySource};
 use crate::web::web;
 use penstock::error::ErrorKind;
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::options::Io;
 use penstock::source::{Destination, Read, RingMode, Router, Source, Threads, Throttle, Throttling, Uring};
 use penstock::store::{identity_of, Files, Location, Object, Version};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 type Make = fn(Arc<Files>) -> Box<dyn Source>;
 
-fn brings_the_bytes_of_random_extents(make: Make, route: Route) {
+fn brings_the_bytes_of_random_extents(make: Make, route: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     let mut random = Random(7);
@@ -39,15 +39,15 @@ fn brings_the_bytes_of_random_extents(make: Make, route: Route) {
         let got = done.result.unwrap();
         assert!(got >= need, "{got} of {need} bytes");
         let wanted = &sample.bytes[offset as usize..(offset + need) as usize];
-        let at = if route == Route::Mapped { offset as usize } else { 0 };
+        let at = if route == Lane::MAPPED { offset as usize } else { 0 };
         assert!(memory.bytes()[at..at + need as usize] == *wanted, "wrong bytes at {offset}");
     }
     source.submit(read(route, 99, &sample, 0, PAGE).0).ok().unwrap();
     wait(&mut *source, 1);
 }
 
-fn reads_on_after_short_reads(make: Make, route: Route) {
-    if route == Route::Mapped {
+fn reads_on_after_short_reads(make: Make, route: Lane) {
+    if route == Lane::MAPPED {
         return;
     }
     let sample = Sample::new();
@@ -63,11 +63,11 @@ fn reads_on_after_short_reads(make: Make, route: Route) {
     }
 }
 
-fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Route) {
+fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     let (mut read, mut memory) = read(route, 5, &sample, SIZE - 5000, SIZE);
-    if route == Route::Mapped {
+    if route == Lane::MAPPED {
         (read.len, read.need) = (read.len + 1, read.need + 1);
     } else {
         memory = Memory::new(read.len + PAGE);
@@ -81,13 +81,13 @@ fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Route) {
     assert_eq!((e.kind(), file_of(e), e.byte_range()), (ErrorKind::Truncated, Some(&*sample.path), Some(range)), "{e}");
     let changed = memory.bytes().iter().rposition(|byte| *byte != 0).map_or(0, |last| last as u64 + 1);
     match (route, done[0].written) {
-        (Route::Mapped, written) => assert_eq!(written, 0, "a mapping is not written to"),
-        (Route::Buffered, written) => assert_eq!(written, changed),
-        (Route::Direct, written) => assert!(written >= changed, "{written} and not {changed}"),
+        (Lane::MAPPED, written) => assert_eq!(written, 0, "a mapping is not written to"),
+        (Lane::DIRECT, written) => assert!(written >= changed, "{written} and not {changed}"),
+        (_, written) => assert_eq!(written, changed),
     }
 }
 
-fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
+fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Lane) {
     for how in ["gone", "replaced", "rewritten", "shorter"] {
         let sample = Sample::new();
         let files = sample.files();
@@ -104,7 +104,7 @@ fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
         let mut source = make(files.clone());
         let done = submit_all(&mut *source, vec![read]);
         // Populating trusts the mapping, for which the file was opened and compared.
-        if route != Route::Mapped {
+        if route != Lane::MAPPED {
             let e = done[0].result.as_ref().unwrap_err();
             assert_eq!((e.kind(), file_of(e)), (ErrorKind::Changed, Some(&*sample.path)), "{how}: {e}");
         }
@@ -113,7 +113,7 @@ fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Route) {
     }
 }
 
-fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Route) {
+fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Lane) {
     // Before the second read, at an odd byte of it, and at its middle.
     for size in [PAGE, (4 << 20) + 1000, (4 << 20) + 128 * PAGE + 1000] {
         let sample = Sample::new();
@@ -131,7 +131,7 @@ fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Route) {
     }
 }
 
-fn cancelling_returns_every_ticket_once(make: Make, route: Route) {
+fn cancelling_returns_every_ticket_once(make: Make, route: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     let mut given = Vec::new();
@@ -158,7 +158,7 @@ fn cancelling_returns_every_ticket_once(make: Make, route: Route) {
     assert_eq!(source.in_flight(), 0);
 }
 
-fn waits_without_spinning_and_wakes_when_done(make: Make, route: Route) {
+fn waits_without_spinning_and_wakes_when_done(make: Make, route: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     assert!(!readable(source.wake(), 0), "readable with nothing submitted");
@@ -172,7 +172,7 @@ fn waits_without_spinning_and_wakes_when_done(make: Make, route: Route) {
     assert!(cpu_time() - before < Duration::from_millis(20));
 }
 
-fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Route) {
+fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Lane) {
     let sample = Sample::new();
     let before = belongings();
     // Each in a thread of its own, as loads are: a file with dirty pages makes io_uring start kernel threads, which count
@@ -208,7 +208,7 @@ fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Rou
 }
 
 /// A load that is given up is often dropped by another thread than the one that ran it; what it reads into is free then.
-fn another_thread_may_drop_it(make: Make, route: Route) {
+fn another_thread_may_drop_it(make: Make, route: Lane) {
     let sample = Sample::new();
     for _ in 0..3 {
         let mut source = make(sample.files());
@@ -256,28 +256,28 @@ macro_rules! conformance {
     };
 }
 
-conformance!(threads_buffered, Route::Buffered, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
-conformance!(threads_direct, Route::Direct, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
-conformance!(threads_mapped, Route::Mapped, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
-conformance!(uring, Route::Direct, |files| Box::new(Uring::new(files, 8).unwrap()));
-conformance!(uring_cooperative, Route::Direct, |files| {
+conformance!(threads_buffered, Lane::BUFFERED, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
+conformance!(threads_direct, Lane::DIRECT, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
+conformance!(threads_mapped, Lane::MAPPED, |files| Box::new(Threads::new(files, 4, 8).unwrap()));
+conformance!(uring, Lane::DIRECT, |files| Box::new(Uring::new(files, 8).unwrap()));
+conformance!(uring_cooperative, Lane::DIRECT, |files| {
     Box::new(Uring::with_modes(files, 8, &[RingMode::Cooperative]).unwrap())
 });
-conformance!(uring_plain, Route::Direct, |files| Box::new(Uring::with_modes(files, 8, &[RingMode::Plain]).unwrap()));
-conformance!(uring_buffered, Route::Buffered, |files| Box::new(Uring::buffered(files, 8).unwrap()));
-conformance!(router_direct, Route::Direct, |files| router(files, Io::Auto));
-conformance!(router_threads, Route::Direct, |files| router(files, Io::Threads));
-conformance!(router_buffered, Route::Buffered, |files| router(files, Io::Auto));
-conformance!(router_uring_buffered, Route::Buffered, |files| router(files, Io::UringBuffered));
-conformance!(router_mapped, Route::Mapped, |files| router(files, Io::Auto));
-conformance!(throttle, Route::Buffered, |files| {
+conformance!(uring_plain, Lane::DIRECT, |files| Box::new(Uring::with_modes(files, 8, &[RingMode::Plain]).unwrap()));
+conformance!(uring_buffered, Lane::BUFFERED, |files| Box::new(Uring::buffered(files, 8).unwrap()));
+conformance!(router_direct, Lane::DIRECT, |files| router(files, Io::Auto));
+conformance!(router_threads, Lane::DIRECT, |files| router(files, Io::Threads));
+conformance!(router_buffered, Lane::BUFFERED, |files| router(files, Io::Auto));
+conformance!(router_uring_buffered, Lane::BUFFERED, |files| router(files, Io::UringBuffered));
+conformance!(router_mapped, Lane::MAPPED, |files| router(files, Io::Auto));
+conformance!(throttle, Lane::BUFFERED, |files| {
     let inner = Box::new(Threads::new(files.clone(), 4, 8).unwrap());
     let how = Throttling { rate: Some(1 << 30), latency: Duration::from_millis(1), ..Throttling::default() };
     Box::new(Throttle::new(inner, files, how).unwrap())
 });
 
-conformance!(toy, Route::Buffered, toy);
-conformance!(web, Route::Buffered, web);
+conformance!(toy, Lane::NETWORK, toy);
+conformance!(web, Lane::NETWORK, web);
 
 /// The store of `toy_store`, which serves the file itself, with the inode as validator.
 pub(crate) fn toy(files: Arc<Files>) -> Box<dyn Source> {
@@ -332,7 +332,7 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
             offset: 777,
             len,
             need: len,
-            route: Route::Buffered,
+            route: Lane::BUFFERED,
             into: Destination::Scatter(places),
             fresh: true,
             written: 0,
@@ -360,18 +360,8 @@ fn resident_pages_are_left_to_their_first_touch_and_counted() {
         // SAFETY: within the mapping.
         let into = Destination::Mapping { at: unsafe { memory.at.add(offset as usize) }, resident };
         let (ticket, keep) = (Ticket(0), keep(&memory));
-        let read = Read {
-            ticket,
-            file: 0,
-            offset,
-            len,
-            need: len,
-            route: Route::Mapped,
-            into,
-            fresh: false,
-            written: 0,
-            keep,
-        };
+        let read =
+            Read { ticket, file: 0, offset, len, need: len, route: Lane::MAPPED, into, fresh: false, written: 0, keep };
         assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
         let unmapped = memory.unmapped();
         let touches = source.take_touches();

@@ -3,7 +3,7 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::fallback::Fallback;
 use penstock::options::Io;
 use penstock::source::{quarantined, Destination, Read, Router, Source, Threads};
@@ -65,11 +65,11 @@ fn install(refused: &[Refuse]) {
 }
 
 /// Loads the sample by 24 direct reads, calling `middle` when the first eight are under way, and checks every byte.
-fn load(sample: &Sample, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Route>) {
-    load_by(sample, Route::Direct, io, middle)
+fn load(sample: &Sample, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Lane>) {
+    load_by(sample, Lane::DIRECT, io, middle)
 }
 
-fn load_by(sample: &Sample, route: Route, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Route>) {
+fn load_by(sample: &Sample, route: Lane, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Lane>) {
     let routing = Routing { buffered_depth: 64, ..Routing::default() };
     let mut source = Router::new(sample.files(), io, &Arc::new(routing)).unwrap();
     let step = SIZE.div_ceil(24).next_multiple_of(PAGE);
@@ -92,7 +92,7 @@ fn load_by(sample: &Sample, route: Route, io: Io, middle: impl FnOnce()) -> (Vec
         routes.push(done.route);
     }
     for (offset, need, memory) in memories {
-        let at = if route == Route::Mapped { offset } else { 0 };
+        let at = if route == Lane::MAPPED { offset } else { 0 };
         assert!(memory.bytes()[at..at + need] == sample.bytes[offset..offset + need], "wrong bytes at {offset}");
     }
     assert_eq!((source.in_flight(), quarantined()), (0, 0));
@@ -165,16 +165,16 @@ fn linux_aio_is_accepted_and_told_to_be_threads() {
     let (fallbacks, by, routes) = load(&Sample::new(), Io::Aio, || {});
     assert_eq!((from_to(&fallbacks), by), (vec![("Linux AIO", "threads")], "threads"));
     assert!(fallbacks[0].reason.contains("does not use Linux AIO"), "{fallbacks:?}");
-    assert!(routes.iter().all(|r| *r == Route::Direct));
+    assert!(routes.iter().all(|r| *r == Lane::DIRECT));
 }
 
 alone!(
     fn buffered_io_uring_refused_from_the_start_goes_to_threads() {
         let sample = Sample::new();
         install(&[refuse(libc::SYS_io_uring_setup, libc::EPERM)]);
-        let (fallbacks, _, routes) = load_by(&sample, Route::Buffered, Io::UringBuffered, || {});
+        let (fallbacks, _, routes) = load_by(&sample, Lane::BUFFERED, Io::UringBuffered, || {});
         assert_eq!(from_to(&fallbacks), [("io_uring", "threads")]);
-        assert!(routes.iter().all(|r| *r == Route::Buffered));
+        assert!(routes.iter().all(|r| *r == Lane::BUFFERED));
     }
 );
 
@@ -182,9 +182,9 @@ alone!(
     fn buffered_io_uring_refused_in_the_middle_goes_to_threads() {
         let sample = Sample::new();
         let refused = || install(&[refuse(libc::SYS_io_uring_enter, libc::EPERM)]);
-        let (fallbacks, _, routes) = load_by(&sample, Route::Buffered, Io::UringBuffered, refused);
+        let (fallbacks, _, routes) = load_by(&sample, Lane::BUFFERED, Io::UringBuffered, refused);
         assert_eq!(from_to(&fallbacks), [("io_uring", "threads")]);
-        assert!(routes.iter().all(|r| *r == Route::Buffered));
+        assert!(routes.iter().all(|r| *r == Lane::BUFFERED));
     }
 );
 
@@ -212,7 +212,7 @@ alone!(
             }
             assert_eq!(fallbacks.iter().filter(|f| f.from == "O_DIRECT").count(), 1, "told more than once");
             assert!(fallbacks[0].reason.contains("sample.safetensors"), "{fallbacks:?}");
-            assert!(routes.iter().all(|r| *r == Route::Buffered));
+            assert!(routes.iter().all(|r| *r == Lane::BUFFERED));
         }
     }
 );
@@ -225,14 +225,14 @@ fn loses_direct_between_two_files(io: Io) {
     for file in 0..2u32 {
         let mut memories = Vec::new();
         for i in 0..4 {
-            let (mut read, memory) = read(Route::Direct, i, &samples[0], i << 20, (i + 1) << 20);
+            let (mut read, memory) = read(Lane::DIRECT, i, &samples[0], i << 20, (i + 1) << 20);
             read.file = file;
             memories.push(memory);
             source.submit(read).ok().unwrap();
         }
         for done in wait(&mut source, 4) {
             assert_eq!(done.result.unwrap(), 1 << 20);
-            assert_eq!(done.route, if file == 0 { Route::Direct } else { Route::Buffered });
+            assert_eq!(done.route, if file == 0 { Lane::DIRECT } else { Lane::BUFFERED });
             let (at, memory) = ((done.ticket.0 as usize) << 20, &memories[done.ticket.0 as usize]);
             assert!(memory.bytes()[..] == samples[0].bytes[at..at + (1 << 20)]);
         }
@@ -260,7 +260,7 @@ alone!(
         let sample = Sample::new();
         let populate = (2, Arg::Is(libc::MADV_POPULATE_READ));
         install(&[Refuse { call: libc::SYS_madvise, errno: libc::EINVAL, only: Some(populate) }]);
-        let (fallbacks, _, _) = load_by(&sample, Route::Mapped, Io::Auto, || {});
+        let (fallbacks, _, _) = load_by(&sample, Lane::MAPPED, Io::Auto, || {});
         assert_eq!(from_to(&fallbacks), [("MADV_POPULATE_READ", "pread")]);
     }
 );
@@ -349,7 +349,7 @@ alone!(
             fs::write(path, [i as u8; 600]).unwrap();
         }
         limit(libc::RLIMIT_NOFILE, 40);
-        for (io, route) in [(Io::Auto, Route::Buffered), (Io::Uring, Route::Direct), (Io::Threads, Route::Direct)] {
+        for (io, route) in [(Io::Auto, Lane::BUFFERED), (Io::Uring, Lane::DIRECT), (Io::Threads, Lane::DIRECT)] {
             let files = Arc::new(Files::from_paths(&paths).unwrap());
             let routing = Routing { threads: 32, ..Routing::default() };
             let mut source = Router::new(files, io, &Arc::new(routing)).unwrap();
@@ -360,7 +360,7 @@ alone!(
                 let into = Destination::Memory(memory.at);
                 let (ticket, keep) = (Ticket(u64::from(file)), keep(&memory));
                 memories.push(memory);
-                let len = if route == Route::Direct { PAGE } else { 600 };
+                let len = if route == Lane::DIRECT { PAGE } else { 600 };
                 reads.push(Read {
                     ticket,
                     file,
@@ -386,7 +386,7 @@ alone!(
     fn no_descriptor_at_all_is_an_error_that_names_the_limit() {
         let sample = Sample::new();
         let mut source = Threads::new(sample.files(), 2, 8).unwrap();
-        let (read, _memory) = read(Route::Buffered, 0, &sample, 0, PAGE);
+        let (read, _memory) = read(Lane::BUFFERED, 0, &sample, 0, PAGE);
         // One is taken, and less than that poll itself does not accept.
         limit(libc::RLIMIT_NOFILE, 1);
         let done = submit_all(&mut source, vec![read]);
@@ -424,10 +424,10 @@ alone!(
         let sample = Sample::new();
         let Some((memory, let_go)) = hanging_memory(1 << 20) else { return };
         let mut source = Threads::new(sample.files(), 2, 8).unwrap();
-        let (mut hangs, _) = read(Route::Buffered, 0, &sample, 0, 1 << 20);
+        let (mut hangs, _) = read(Lane::BUFFERED, 0, &sample, 0, 1 << 20);
         hangs.into = Destination::Memory(memory.at);
         hangs.keep = keep(&memory);
-        let (other, _other) = read(Route::Buffered, 1, &sample, 0, 1 << 20);
+        let (other, _other) = read(Lane::BUFFERED, 1, &sample, 0, 1 << 20);
         source.submit(hangs).ok().unwrap();
         source.submit(other).ok().unwrap();
         assert_eq!(wait(&mut source, 1)[0].ticket, Ticket(1));

@@ -2,7 +2,7 @@
 //! protocol (include/uapi/linux/fuse.h) in this process, mounted where only this process sees it.
 
 use crate::sample::*;
-use penstock::extent::Route;
+use penstock::extent::Lane;
 use penstock::options::{Cache, Io, Options};
 use penstock::source::{quarantined, Router, Source};
 use penstock::store::{Files, FsKind};
@@ -151,7 +151,7 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
         let facts = files.facts(0).unwrap();
         assert_eq!((facts.kind, facts.fs, facts.mappable), (FsKind::Network, "fuse", false));
 
-        for route in [Route::Direct, Route::Buffered] {
+        for route in [Lane::DIRECT, Lane::BUFFERED] {
             let mut source =
                 Router::new(files.clone(), Io::Auto, &Arc::new(Routing { threads: 32, ..Routing::default() })).unwrap();
             let mut memories = Vec::new();
@@ -175,7 +175,7 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
         penstock::store::evict(&path, None).unwrap();
         let mut source =
             Router::new(files, Io::Auto, &Arc::new(Routing { threads: 32, ..Routing::default() })).unwrap();
-        let (read, memory) = read(Route::Direct, 0, &sample, 0, 1 << 20);
+        let (read, memory) = read(Lane::DIRECT, 0, &sample, 0, 1 << 20);
         source.submit(read).ok().unwrap();
         source.flush().unwrap();
         assert!(!readable(source.wake(), 200), "it does not hang");
@@ -239,7 +239,7 @@ fn a_copy_on_a_network_file_system_has_the_layout_of_one_on_a_disk() {
             };
             let (near, far) = (loaded(&near), loaded(&far));
             assert_eq!(near.layout(), far.layout(), "{cache:?}, misaligned {misaligned}");
-            assert_eq!(far.report().routes[Route::Mapped as usize].bytes, 0, "what is on a network is not mapped");
+            assert_eq!(far.report().routes.of(Lane::MAPPED).bytes, 0, "what is on a network is not mapped");
         }
     });
 }

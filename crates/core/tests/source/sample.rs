@@ -1,6 +1,6 @@
 //! A file with known bytes, memory to read it into, and how to wait.
 
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::store::Files;
 use std::any::Any;
@@ -131,9 +131,9 @@ pub(crate) fn keep(memory: &Arc<Memory>) -> Arc<dyn Any + Send + Sync> {
 }
 
 /// An extent as the schedule makes them: O_DIRECT ones on whole pages, past the end of the file by less than a page.
-pub(crate) fn extent(route: Route, begin: u64, end: u64) -> (u64, u64, u64) {
+pub(crate) fn extent(route: Lane, begin: u64, end: u64) -> (u64, u64, u64) {
     match route {
-        Route::Direct => {
+        Lane::DIRECT => {
             let offset = begin / PAGE * PAGE;
             (offset, end.next_multiple_of(PAGE) - offset, end - offset)
         }
@@ -142,10 +142,10 @@ pub(crate) fn extent(route: Route, begin: u64, end: u64) -> (u64, u64, u64) {
 }
 
 /// A read of those bytes into new memory (or of their mapping).
-pub(crate) fn read(route: Route, ticket: u64, sample: &Sample, begin: u64, end: u64) -> (Read, Arc<Memory>) {
+pub(crate) fn read(route: Lane, ticket: u64, sample: &Sample, begin: u64, end: u64) -> (Read, Arc<Memory>) {
     let (offset, len, need) = extent(route, begin, end);
     let (memory, into) = match route {
-        Route::Mapped => {
+        Lane::MAPPED => {
             let memory = Memory::of(&sample.path, SIZE);
             // SAFETY: within the mapping.
             let at = unsafe { memory.at.add(offset as usize) };

@@ -4,7 +4,7 @@ use crate::sample::*;
 use crate::toy_store::{Contents, Server, Toy};
 use crate::web_server;
 use penstock::error::ErrorKind;
-use penstock::extent::{Route, TakesSlab, Ticket};
+use penstock::extent::{Lane, TakesSlab, Ticket};
 use penstock::options::Io;
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{identity_of, Files, FsKind, Location, Object, Objects, Store, Web, WebSettings};
@@ -133,7 +133,7 @@ fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Resul
             let (offset, len) = (next * PART, PART.min(size - next * PART));
             let (into, kept) =
                 if late { (Destination::OnArrival, Arc::new(()) as _) } else { (place(offset), keep(&memory)) };
-            let (ticket, route) = (Ticket(next), Route::Buffered);
+            let (ticket, route) = (Ticket(next), Lane::BUFFERED);
             let read = Read { ticket, file, offset, len, need: len, route, into, fresh: true, written: 0, keep: kept };
             if source.submit(read).is_err() {
                 break;

@@ -2,7 +2,7 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
-use penstock::extent::{Route, Ticket};
+use penstock::extent::{Lane, Ticket};
 use penstock::source::{Source, Threads, Throttle, Throttling};
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ fn bytes_come_no_faster_than_the_rate() {
     let sample = Sample::new();
     let mut source = throttled(&sample, Throttling { rate: Some(20 << 20), ..Throttling::default() });
     let start = Instant::now();
-    let reads = (0..4).map(|i| read(Route::Buffered, i, &sample, i << 20, (i + 1) << 20).0).collect();
+    let reads = (0..4).map(|i| read(Lane::BUFFERED, i, &sample, i << 20, (i + 1) << 20).0).collect();
     submit_all(&mut source, reads);
     assert!(start.elapsed() >= Duration::from_millis(200), "{:?}", start.elapsed());
 }
@@ -25,7 +25,7 @@ fn bytes_come_no_faster_than_the_rate() {
 fn the_chosen_read_fails_and_no_other() {
     let sample = Sample::new();
     let mut source = throttled(&sample, Throttling { fail: Some((2, libc::EIO)), ..Throttling::default() });
-    let reads = (0..5).map(|i| read(Route::Buffered, i, &sample, i << 20, (i + 1) << 20).0).collect();
+    let reads = (0..5).map(|i| read(Lane::BUFFERED, i, &sample, i << 20, (i + 1) << 20).0).collect();
     for done in submit_all(&mut source, reads) {
         match (done.ticket.0, done.result) {
             (2, Err(e)) => {
@@ -42,7 +42,7 @@ fn what_hangs_comes_back_when_it_is_released() {
     let sample = Sample::new();
     let mut source = throttled(&sample, Throttling { hang: Some(1), ..Throttling::default() });
     for i in 0..2 {
-        source.submit(read(Route::Buffered, i, &sample, 0, PAGE).0).ok().unwrap();
+        source.submit(read(Lane::BUFFERED, i, &sample, 0, PAGE).0).ok().unwrap();
     }
     assert_eq!(wait(&mut source, 1)[0].ticket, Ticket(0));
     assert!(wait_nothing(&mut source, Duration::from_millis(100)), "it came back by itself");

@@ -3,7 +3,7 @@
 #![allow(dead_code)]
 
 use penstock::error::{Error, ErrorKind, Result};
-use penstock::extent::{TakesSlab, Ticket};
+use penstock::extent::{Lane, TakesSlab, Ticket};
 use penstock::options::Io;
 use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::store::{Facts, FsKind, Head, Location, Object, Objects, Store, Version};
@@ -19,6 +19,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+/// The lane of this store: no code of the library knows its name.
+pub(crate) const TOY: Lane = Lane { name: "toy", ..Lane::NETWORK };
 
 /// What goes wrong with a read, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -169,6 +172,7 @@ impl Objects for ToyObjects {
             fs: "toy",
             storage: 7,
             direct_align: None,
+            lane: TOY,
             mappable: false,
             parallelism: Some(8),
             staging: self.server.staging,

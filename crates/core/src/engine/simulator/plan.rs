@@ -2,7 +2,7 @@
 //! byte of every block has to be in the end is worked out from the wants alone, without pieces or addresses.
 
 use super::memory::{byte_of_file, Rng, SLAB};
-use crate::extent::{Extent, Landing, Piece, Route, TakesSlab};
+use crate::extent::{Extent, Landing, Lane, Piece, TakesSlab};
 use crate::options::{CPU_ALIGN, GPU_ALIGN};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout, Place};
 use crate::plan::schedule::Schedule;
@@ -281,7 +281,7 @@ fn cut(
             offset: from + left_out,
             len: len - left_out,
             need: pieces.iter().map(|p| p.from + (p.rows - 1) * p.from_stride + p.len).max().unwrap_or(0),
-            route: Route::Direct,
+            route: Lane::DIRECT,
             landing,
             staging,
             pieces: first as u32..first as u32 + pieces.len() as u32,

@@ -11,7 +11,7 @@ use crate::plan::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
 use crate::plan::shares::{Party, Shares, PARCEL};
 use crate::plan::want::Want;
 use crate::way::Way;
-use crate::{extent::Route, plan::layout::BlockKind};
+use crate::{extent::Lane, plan::layout::BlockKind};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
@@ -153,7 +153,7 @@ impl<'a> Case<'a> {
         let target = if gpu { Target::Gpu } else { Target::Cpu { misaligned: false } };
         let layout = |wants: &Vec<Want>| Arc::new(Layout::new(checkpoint, wants, &target, Order::File).unwrap());
         let layouts: Vec<Arc<Layout>> = lists.iter().map(layout).collect();
-        let way = Way { cold: Route::Direct, ..Way::default() };
+        let way = Way { cold: Lane::DIRECT, ..Way::default() };
         let staging = if late { TakesSlab::AtArrival } else { TakesSlab::AtRequest };
         let file = FileTraits { direct_align: Some(512), way, staging, ..FileTraits::default() };
         let files = vec![file; checkpoint.files().len()];

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 use super::*;
-use crate::extent::Route;
+use crate::extent::Lane;
 use crate::format::Checkpoint;
 use crate::options::{Cache, Options};
 use crate::plan::strides::Foreign;
@@ -59,13 +59,13 @@ enum To {
 }
 
 /// The routes that carry bytes, what happens to the page cache and why; or why the request is refused.
-type Decision = std::result::Result<(&'static [Route], &'static str, &'static str), &'static str>;
+type Decision = std::result::Result<(&'static [Lane], &'static str, &'static str), &'static str>;
 type Row = (At, To, Io, Cache, Option<bool>, Decision);
 
-const MAPPED: &[Route] = &[Route::Mapped];
-const BUFFERED: &[Route] = &[Route::Buffered];
-const DIRECT: &[Route] = &[Route::Direct];
-const BOTH: &[Route] = &[Route::Buffered, Route::Direct];
+const MAPPED: &[Lane] = &[Lane::MAPPED];
+const BUFFERED: &[Lane] = &[Lane::BUFFERED];
+const DIRECT: &[Lane] = &[Lane::DIRECT];
+const BOTH: &[Lane] = &[Lane::BUFFERED, Lane::DIRECT];
 
 const FITS: &str = "fit into half of the memory left";
 const MAPS: &str = "cold bytes are mapped, not copied";
@@ -249,11 +249,11 @@ fn decides_as_the_table_says(folder: &Path, among: impl Fn(At) -> bool) {
             (Ok((routes, cache, reason)), Ok(plan)) => {
                 let totals = plan.schedule.totals();
                 let all = [
-                    (Route::Mapped, totals.mapped),
-                    (Route::Buffered, totals.buffered),
-                    (Route::Direct, totals.direct),
+                    (Lane::MAPPED, totals.lanes.of(Lane::MAPPED)),
+                    (Lane::BUFFERED, totals.lanes.of(Lane::BUFFERED)),
+                    (Lane::DIRECT, totals.lanes.of(Lane::DIRECT)),
                 ];
-                let used: Vec<Route> = all.into_iter().filter(|(_, t)| t.bytes > 0).map(|(r, _)| r).collect();
+                let used: Vec<Lane> = all.into_iter().filter(|(_, t)| t.bytes > 0).map(|(r, _)| r).collect();
                 assert_eq!(used, *routes, "{row:?}: {totals:?}");
                 assert_eq!(plan.report.cache, *cache, "{row:?}");
                 assert!(plan.report.cache_reason.contains(reason), "{row:?}: {}", plan.report.cache_reason);
@@ -355,7 +355,11 @@ fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
                 // What a framework reads at any address stays in the file that is mapped.
                 if at == At::Odd && misaligned && copy.is_none() && plan.routing.way(0).mapped {
                     let totals = plan.schedule.totals();
-                    assert_eq!((totals.buffered.bytes, totals.direct.bytes), (0, 0), "{warm} {cache:?}");
+                    assert_eq!(
+                        (totals.lanes.of(Lane::BUFFERED).bytes, totals.lanes.of(Lane::DIRECT).bytes),
+                        (0, 0),
+                        "{warm} {cache:?}"
+                    );
                 }
             }
         }

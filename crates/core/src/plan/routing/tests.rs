@@ -66,6 +66,7 @@ fn survey(files: &[File]) -> Survey {
                 fs,
                 storage: 0,
                 direct_align: f.direct.then_some(512),
+                lane: if f.on == FsKind::Remote { Lane::NETWORK } else { Lane::BUFFERED },
                 mappable,
                 parallelism: f.parallelism,
                 staging: f.staging,
@@ -93,8 +94,8 @@ fn decide(files: &[File], into: Goal, options: &Options) -> Routing {
 fn words(routing: &Routing) -> String {
     let way = |w: &Way| {
         let copied = match (w.cold, w.warm) {
-            (Route::Direct, Route::Direct) => "direct",
-            (Route::Direct, _) => "cold direct",
+            (Lane::DIRECT, Lane::DIRECT) => "direct",
+            (Lane::DIRECT, _) => "cold direct",
             _ => "buffered",
         };
         let through = match w.through {
@@ -287,12 +288,12 @@ proptest! {
             prop_assert!(!way.mapped || matches!(file.on, FsKind::Local | FsKind::Memory));
             prop_assert!(!way.mapped || !is_private(&options, into));
             prop_assert!(way.mapped || !way.in_part);
-            let direct = (way.cold == Route::Direct) | (way.warm == Route::Direct);
+            let direct = (way.cold == Lane::DIRECT) | (way.warm == Lane::DIRECT);
             prop_assert!(!direct || file.direct && file.on != FsKind::Remote && (past || file.on == FsKind::Local));
-            prop_assert!(way.warm == Route::Buffered || past, "resident bytes go past the page cache only if that was asked for");
+            prop_assert!(way.warm == Lane::BUFFERED || past, "resident bytes go past the page cache only if that was asked for");
             prop_assert!(way.through != Through::HugePages || !file.cut, "a slice fills no file");
             if options.cache == Cache::Bypass && file.on == FsKind::Local && file.resident < 4 && file.nbytes > 0 {
-                prop_assert!(!way.mapped && (way.cold == Route::Direct || !file.direct), "{:?}", way);
+                prop_assert!(!way.mapped && (way.cold == Lane::DIRECT || !file.direct), "{:?}", way);
             }
         }
         // What was said counts; what was not said is never less than the most that a store declares.

@@ -145,7 +145,7 @@ mod tests {
     use super::super::range_read::{BodyPlaces, Site};
     use super::super::request::Unsigned;
     use super::*;
-    use crate::extent::{Route, Ticket};
+    use crate::extent::{Lane, Ticket};
     use crate::store::version::Version;
 
     /// How many of two or three neighbours one request takes. Of each: whether it has been told to have arrived, and whether it
@@ -157,7 +157,7 @@ mod tests {
             let object = Some((100, Version::Strong("\"e\"".into())));
             let expected = Expected { object, range: number * 10..number * 10 + 10 };
             let places = placed.then(|| BodyPlaces::one(std::ptr::null_mut(), 10));
-            let mut read = RangeRead::new(Ticket(number), Route::Buffered, site.clone(), expected, places);
+            let mut read = RangeRead::new(Ticket(number), Lane::NETWORK, site.clone(), expected, places);
             read.arrived = *arrived;
             waiting.add(read);
         }
@@ -173,7 +173,7 @@ mod tests {
                 let object = Some((100, Version::Strong("\"e\"".into())));
                 let expected = Expected { object, range: start..start + 10 };
                 let places = Some(BodyPlaces::one(std::ptr::null_mut(), 10));
-                waiting.add(RangeRead::new(Ticket(number), Route::Buffered, site.clone(), expected, places));
+                waiting.add(RangeRead::new(Ticket(number), Lane::NETWORK, site.clone(), expected, places));
             }
             let request = RangeRequest::take(&mut waiting, 0, 1000, gap).unwrap();
             (request.reads.len(), request.asked)
@@ -190,7 +190,7 @@ mod tests {
             let object = Some((100, Version::Strong("\"e\"".into())));
             let places = into.map(|at| BodyPlaces::one(at, (to - from) as usize));
             let expected = Expected { object, range: from..to };
-            RangeRead::new(Ticket(from), Route::Buffered, site.clone(), expected, places)
+            RangeRead::new(Ticket(from), Lane::NETWORK, site.clone(), expected, places)
         };
         let at = |number: usize| Some(memory.as_ptr().wrapping_add(number).cast_mut());
         let reads =

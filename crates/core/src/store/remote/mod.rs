@@ -106,7 +106,7 @@ use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
 use super::watch::{answered, stall, still_wanted};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, TakesSlab, Ticket};
+use crate::extent::{Lane, TakesSlab, Ticket};
 use crate::options::{Io, MIB};
 use crate::source::Source;
 use crate::sync::{lock, Mutex};
@@ -215,7 +215,7 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fe
     net.join_node().map_err(located)?;
     net.longest_wait = Some(LOOK);
     let places = BodyPlaces::one(bytes.as_mut_ptr(), bytes.len());
-    net.add(RangeRead::new(Ticket(0), Route::Buffered, site.clone(), expected, Some(places)));
+    net.add(RangeRead::new(Ticket(0), Lane::NETWORK, site.clone(), expected, Some(places)));
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;
@@ -317,6 +317,7 @@ impl Objects for WebObjects {
             fs: site.requests.name(),
             storage: hasher.finish(),
             direct_align: None,
+            lane: Lane::NETWORK,
             mappable: false,
             parallelism: Some(self.common.settings.connections * READS),
             staging: TakesSlab::AtArrival,

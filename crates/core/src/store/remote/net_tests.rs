@@ -13,7 +13,7 @@ use super::settings::WebSettings;
 use super::told::Told;
 use super::wires::{Watched, WireEnd, Wires};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::wake::Wake;
 use std::cell::Cell;
 use std::io;
@@ -111,7 +111,7 @@ fn server(host: &str) -> Server {
 fn read(host: &str) -> RangeRead {
     let at = format!("http://{host}/o");
     let site = Arc::new(Site::new(at.clone().into(), at, Arc::new(Unsigned)));
-    RangeRead::new(Ticket(1), Route::Buffered, site, Expected { object: None, range: 0..1 << 30 }, None)
+    RangeRead::new(Ticket(1), Lane::NETWORK, site, Expected { object: None, range: 0..1 << 30 }, None)
 }
 
 /// A connection to this server on which nothing is asked, within this budget if there is one.

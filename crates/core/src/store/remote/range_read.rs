@@ -4,7 +4,7 @@ use super::address::Address;
 use super::answer::{Expected, Refused};
 use super::request::{Get, Requests};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::source::Destination;
 use crate::store::version::Version;
 use crate::sync::{lock, Mutex};
@@ -150,7 +150,7 @@ impl BodyPlaces {
 /// A read.
 pub(super) struct RangeRead {
     pub(super) ticket: Ticket,
-    pub(super) route: Route,
+    pub(super) route: Lane,
     pub(super) site: Arc<Site>,
     /// Size and version of the object, and the range of the whole read.
     expected: Expected,
@@ -188,7 +188,7 @@ unsafe impl Send for RangeRead {}
 impl RangeRead {
     pub(super) fn new(
         ticket: Ticket,
-        route: Route,
+        route: Lane,
         site: Arc<Site>,
         expected: Expected,
         places: Option<BodyPlaces>,

@@ -8,7 +8,7 @@ use super::settings::WebSettings;
 use super::sockets::Sockets;
 use super::told::Told;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::machine::block_signals;
 use crate::source::{Destination, Done, Progress, Read, Source};
 use crate::store::version::Version;
@@ -311,7 +311,7 @@ impl Source for WebSource {
             for (&ticket, _) in self.in_flight.iter().filter(|(_, read)| read.0 == lane) {
                 if !ended(&ticket, &events[from..]) {
                     // How much was received is not known.
-                    let (route, written) = (Route::Buffered, u64::MAX);
+                    let (route, written) = (Lane::NETWORK, u64::MAX);
                     events.push(Progress::Done(Done { ticket, result: Err(e.clone()), route, written }));
                 }
             }

@@ -2,7 +2,7 @@
 
 use super::range_read::RangeRead;
 use crate::error::Result;
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::store::version::Version;
 
 /// What happened to a read.
@@ -12,7 +12,7 @@ pub(super) enum Told {
     /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
     Done {
         ticket: Ticket,
-        route: Route,
+        route: Lane,
         result: Result<u64>,
         object: Option<(u64, Version)>,
         /// Bytes that were received into its place, from the first on.

@@ -9,7 +9,7 @@ use super::settings::WebSettings;
 use super::told::Told;
 use super::wires::{Watched, WireEnd, Wires};
 use crate::error::Result;
-use crate::extent::{Route, Ticket};
+use crate::extent::{Lane, Ticket};
 use crate::store::version::Version;
 use crate::wake::Wake;
 use std::cell::RefCell;
@@ -354,7 +354,7 @@ fn load_with(model: Model, bytes: u64, slabs: usize, settings: WebSettings) -> O
         while next < reads && next - done < most {
             let range = next * READ..(next + 1) * READ;
             let expected = Expected { object: Some((SIZE, version.clone())), range };
-            net.add(RangeRead::new(Ticket(next), Route::Buffered, site.clone(), expected, None));
+            net.add(RangeRead::new(Ticket(next), Lane::NETWORK, site.clone(), expected, None));
             next += 1;
         }
         net.turn(&mut told).unwrap();
