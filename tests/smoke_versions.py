@@ -26,7 +26,7 @@ def main() -> None:
             path,
         )
         expected = load_file(path)
-        for io in ("auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"):
+        for io in ("auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "threads"):
             state = penstock.open(path).load(framework="np", options={"io": io})
             assert state.keys() == expected.keys()
             for name, array in expected.items():

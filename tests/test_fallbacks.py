@@ -88,7 +88,6 @@ STARTS = {
         [("io_uring", "threads")],
     ),
     "io_uring without registration": ("direct", 'Refusal("io_uring_register")', [("io_uring", "threads")]),
-    "Linux AIO, which Penstock does not use": ("aio", "", [("Linux AIO", "threads")]),
     "opening with O_DIRECT refused": ("direct", "NO_DIRECT", [("O_DIRECT", "buffered")]),
     "opening with O_DIRECT refused to threads": ("threads", "NO_DIRECT", [("O_DIRECT", "buffered")]),
     "everything refused": (

@@ -12,7 +12,7 @@ from ._errors import ArgumentTypeError, InvalidError
 Exchange = Literal["auto", "on", "off"]
 Scope = Literal["world", "node"]
 """`Options.scope`: which ranks read for each other."""
-Io = Literal["auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "aio", "threads"]
+Io = Literal["auto", "mapped", "buffered", "uring_buffered", "direct", "uring", "threads"]
 """`Options.io`: the way of reading."""
 
 Cache = Literal["auto", "keep", "bypass"]

@@ -95,8 +95,6 @@ pub enum Io {
     Direct,
     /// O_DIRECT through io_uring.
     Uring,
-    /// O_DIRECT through Linux AIO: accepted, but a pool of threads does it, and the report says so.
-    Aio,
     /// O_DIRECT through a pool of threads.
     Threads,
 }

@@ -20,7 +20,6 @@ const IO: Spellings<Io> = &[
     ("uring_buffered", Io::UringBuffered),
     ("direct", Io::Direct),
     ("uring", Io::Uring),
-    ("aio", Io::Aio),
     ("threads", Io::Threads),
 ];
 const CACHE: Spellings<Cache> = &[("auto", Cache::Auto), ("keep", Cache::Keep), ("bypass", Cache::Bypass)];
@@ -70,10 +69,9 @@ fn names() -> impl Iterator<Item = &'static str> {
 ///
 /// Advanced options, for measurements, unusual storage and finding out what is wrong:
 ///
-/// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "aio" | "threads": the way of reading.
+/// - io: "auto" | "mapped" | "buffered" | "uring_buffered" | "direct" | "uring" | "threads": the way of reading.
 ///   "buffered" reads through the page cache by a thread pool, "uring_buffered" by io_uring. "direct" reads past it with
-///   O_DIRECT, by io_uring if this system grants it, else by a thread pool; "uring" and "threads" name one. "aio" means
-///   "threads", and the report says so.
+///   O_DIRECT, by io_uring if this system grants it, else by a thread pool; "uring" and "threads" name one.
 /// - extent: the most bytes of one read, a multiple of 4096 (default 4 MiB).
 /// - depth: the most reads in flight; 0 (the default) adapts.
 /// - gap: if at most so many unwanted bytes lie between two wanted ranges, they are read too. "auto" (the default): 16 KiB;

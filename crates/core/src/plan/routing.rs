@@ -149,7 +149,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
 
 /// Whether this io reads past the page cache, whatever the page cache holds.
 pub(crate) fn reads_past_the_cache(io: Io) -> bool {
-    matches!(io, Io::Direct | Io::Uring | Io::Aio | Io::Threads)
+    matches!(io, Io::Direct | Io::Uring | Io::Threads)
 }
 
 /// Whether cold bytes stay in the page cache, and why. `copied` of them are copied, not mapped.

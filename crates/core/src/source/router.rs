@@ -29,9 +29,6 @@ use std::sync::Arc;
 /// Reads that the pool of threads takes: enough that every thread has reads waiting, which a cancel can still give up.
 const QUEUE: usize = 256;
 
-/// What the report says to a caller who asks for Linux AIO.
-const NO_AIO: &str = "Penstock does not use Linux AIO: the pool of threads reads as fast for as little processor time";
-
 /// Sends each read its way.
 #[derive(Debug)]
 pub struct Router {
@@ -108,7 +105,7 @@ impl Router {
         routing: &Arc<Routing>,
         timeline: Option<&Arc<Timeline>>,
     ) -> Result<Router> {
-        let mut router = Router {
+        let router = Router {
             threads: Threads::obeying(files.clone(), routing, QUEUE.max(routing.depth), timeline)?,
             direct: Direct::Threads,
             begun: false,
@@ -126,9 +123,6 @@ impl Router {
             files,
         };
         watch(&router.wake, router.threads.wake())?;
-        if io == Io::Aio {
-            router.tell("Linux AIO", "threads", 0, None, NO_AIO.to_owned());
-        }
         Ok(router)
     }
 
@@ -155,7 +149,7 @@ impl Router {
         self.begun = true;
         match self.io {
             Io::Auto | Io::Direct | Io::Uring => self.begin_uring(),
-            Io::Aio | Io::Mapped | Io::Buffered | Io::UringBuffered | Io::Threads => {}
+            Io::Mapped | Io::Buffered | Io::UringBuffered | Io::Threads => {}
         }
     }
 

@@ -160,14 +160,6 @@ alone!(
     }
 );
 
-#[test]
-fn linux_aio_is_accepted_and_told_to_be_threads() {
-    let (fallbacks, by, routes) = load(&Sample::new(), Io::Aio, || {});
-    assert_eq!((from_to(&fallbacks), by), (vec![("Linux AIO", "threads")], "threads"));
-    assert!(fallbacks[0].reason.contains("does not use Linux AIO"), "{fallbacks:?}");
-    assert!(routes.iter().all(|r| *r == Lane::DIRECT));
-}
-
 alone!(
     fn buffered_io_uring_refused_from_the_start_goes_to_threads() {
         let sample = Sample::new();

@@ -156,7 +156,7 @@ const ROWS: &[Row] = &[
     (At::Cold, To::Cpu, Io::Direct, Cache::Keep, None, Err("reads past the page cache")),
     (At::Cold, To::Gpu, Io::Uring, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
     (At::Warm, To::Gpu, Io::Uring, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
-    (At::Cold, To::Into, Io::Aio, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
+    (At::Cold, To::Into, Io::Threads, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
     (At::Cold, To::Cpu, Io::Threads, Cache::Auto, None, Ok((DIRECT, "bypass", PAST))),
     (At::Cold, To::Cpu, Io::Threads, Cache::Keep, None, Err("reads past the page cache")),
 ];

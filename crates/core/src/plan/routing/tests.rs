@@ -183,7 +183,7 @@ fn every_way_is_as_the_table_says() {
         (&[DISK],          Gpu,       &io(Io::UringBuffered), "Keep: buffered by huge pages"),
         (&[DISK],          NewMemory, &io(Io::Direct),        "Bypass: direct"),
         (&[WARM],          NewMemory, &io(Io::Uring),         "Bypass: direct"),
-        (&[TMPFS],         NewMemory, &io(Io::Aio),           "Bypass: buffered leaving nothing"),
+        (&[TMPFS],         NewMemory, &io(Io::Threads),       "Bypass: buffered leaving nothing"),
     ];
     let wrong: Vec<_> = rows
         .iter()
@@ -256,8 +256,7 @@ fn any_file() -> impl Strategy<Value = File> {
 
 fn any_options() -> impl Strategy<Value = Options> {
     use prop::sample::select;
-    let ios =
-        [Io::Auto, Io::Auto, Io::Mapped, Io::Buffered, Io::UringBuffered, Io::Direct, Io::Uring, Io::Aio, Io::Threads];
+    let ios = [Io::Auto, Io::Auto, Io::Mapped, Io::Buffered, Io::UringBuffered, Io::Direct, Io::Uring, Io::Threads];
     let caches = [Cache::Auto, Cache::Keep, Cache::Bypass];
     let given = select(vec![0, 0, 1, 40]);
     (select(ios.to_vec()), select(caches.to_vec()), any::<Option<bool>>(), any::<bool>(), given.clone(), given)
