@@ -207,7 +207,7 @@ def one(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("status", "body"), [(503, SLOW_DOWN), (429, b""), (503, b"")])
 def test_a_read_that_a_busy_server_refuses_is_asked_for_again(status: int, body: bytes, one: Path):
-    """How often, and for how long: `crates/core/src/store/remote/net_tests.rs`, where no time passes."""
+    """How often, and for how long: `crates/core/src/store/remote/transfer/tests.rs`, where no time passes."""
     with moody(one, [(status, body)]) as (url, asked):
         checkpoint = penstock.open(url)
         assert len(checkpoint.load(framework="np")) == 1

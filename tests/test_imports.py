@@ -133,6 +133,32 @@ def test_no_file_of_the_core_takes_a_name_from_a_floor_above():
     assert not up, "\n".join(f"{i.of}:{i.line} takes {i.name} of {i.module}" for i in up)
 
 
+#: The floors of `store/remote`, from the ground. Those of one floor do not use each other.
+REMOTE_FLOORS = [
+    ["secret.rs", "environment.rs"],
+    ["given.rs"],
+    ["http"],
+    ["transfer", "auth", "pages.rs"],
+    ["listing.rs"],
+    ["aws", "gcp", "azure"],
+    ["settings.rs", "source.rs", "look.rs", "whole.rs"],
+    ["mod.rs"],
+]
+
+
+def test_no_folder_of_remote_stores_takes_a_name_from_its_own_floor_or_one_above():
+    floor = {name: number for number, names in enumerate(REMOTE_FLOORS) for name in names}
+    root, below = CRATES / "core/src", Path("store/remote")
+    assert {path.relative_to(root / below).parts[0] for path in (root / below).rglob("*.rs")} == set(floor)
+    wrong = []
+    for i in rust_imports.imports(root):
+        if below in Path(i.of).parents and below in Path(i.module).parents:
+            of, module = (Path(file).relative_to(below).parts[0] for file in (i.of, i.module))
+            if of != module and floor[module] >= floor[of]:
+                wrong.append(f"{i.of}:{i.line} takes {i.name} of {i.module}")
+    assert not wrong, "\n".join(wrong)
+
+
 #: What of the core names files, besides `store` and `source`, and which.
 NAMES_FILES = {
     "save": "files that are written",

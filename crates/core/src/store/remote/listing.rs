@@ -1,20 +1,19 @@
 //! ListedNames of object stores: what an address means, and what a folder has. Keys are strings: a `/` in them ends a folder, and
 //! nothing else in them has a meaning.
 
-use super::address::Address;
-use super::answer::{Answer, Expected, Refused, Verdict};
-use super::control::Control;
-use super::credentials::{Credentials, Finder};
-use super::jitter::Jitter;
-use super::net::{LOOK, MOST_REDIRECTS};
+use super::auth::credentials::{Credentials, Finder};
+use super::http::address::Address;
+use super::http::answer::{Answer, Expected, Refused, Verdict};
+use super::http::common::{LOOK, MOST_REDIRECTS};
+use super::http::control::Control;
+use super::http::jitter::Jitter;
+use super::http::request::{Get, Listed};
 use super::pages::{NextPage, Page, WITHOUT};
-use super::request::{Get, Listed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::object::NO_OBJECT;
 use crate::store::watch::still_wanted;
 use std::collections::HashSet;
-use std::fmt::Write as _;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::Arc;
@@ -245,24 +244,10 @@ pub(super) fn parts(at: &str) -> Result<(&str, &str)> {
     Ok((bucket, key))
 }
 
-/// The key as a path has it.
-pub(super) fn escaped(key: &str) -> String {
-    let mut text = String::with_capacity(key.len());
-    for b in key.bytes() {
-        match b {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => text.push(b as char),
-            _ => {
-                let _ = write!(text, "%{b:02X}");
-            }
-        }
-    }
-    text
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::net::Common;
+    use super::super::http::common::Common;
     use super::*;
     use crate::store::watch::Watch;
     use std::io::{Read, Write};

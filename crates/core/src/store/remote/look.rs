@@ -1,15 +1,15 @@
 //! One connection at a time, with a clock beside it: what a request for a byte takes. Loads do not come this way.
 
-use super::address::Server;
-use super::answer::{no_ranges, Answer, Expected, Verdict};
-use super::connection::Connection;
-use super::names::Names;
-use super::net::{Common, MOST_REDIRECTS};
-use super::racing;
-use super::range_read::Site;
-use super::refusal::{refused, refused_by_tls};
-use super::request::Get;
-use super::wires::WireEnd;
+use super::http::address::Server;
+use super::http::answer::{no_ranges, Answer, Expected, Verdict};
+use super::http::common::{Common, MOST_REDIRECTS};
+use super::http::connection::Connection;
+use super::http::names::Names;
+use super::http::racing;
+use super::http::refusal::{refused, refused_by_tls};
+use super::http::request::Get;
+use super::http::wires::WireEnd;
+use super::transfer::range_read::Site;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::look::{Asked, Look};
 use std::io;

@@ -1,103 +1,62 @@
 //! Objects of web servers, `http://` and `https://`, and of object stores, `s3://`, `gs://` and `az://`.
 //!
-//! A request is one thing (`request`: address, signature, how it is renewed), a connection another (`link`, `net`), so that
-//! other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their read.
-//! Every answer is compared with what was asked for and with the version that was opened (`answer`).
+//! | folder | what is in it | what it uses |
+//! |---|---|---|
+//! | `http` | one server: its address, a connection to it, a request, and what an answer says | |
+//! | `transfer` | the connections of a load | `http` |
+//! | `auth` | credentials, of whatever provider | `http` |
+//! | `aws`, `gcp`, `azure` | one provider: its settings, its requests, and where its tools keep credentials | `auth`, `http`, `listing` |
+//!
+//! A request is one thing (`http::request`: address, signature, how it is renewed), a connection another (`transfer`), so
+//! that other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their
+//! read. Every answer is compared with what was asked for and with the version that was opened (`http::answer`).
 //!
 //! HTTP/1.1, one connection per request in flight, TLS by rustls. No HTTP/2. What an object store needs besides, its
-//! credentials and listings, is asked for by `object_store` (`control`), on threads that may block.
+//! credentials and listings, is asked for by `object_store` (`http::control`), on threads that may block.
 
-mod account;
-mod address;
-mod answer;
+mod auth;
 mod aws;
-mod aws_files;
-mod aws_place;
-mod aws_services;
-mod azblob;
 mod azure;
-mod certificate;
-mod chunks;
-mod connecting;
-mod connection;
-mod control;
-mod counts;
-mod credentials;
 mod environment;
-mod fetch;
-mod gcs;
+mod gcp;
 mod given;
-mod given_tokens;
-mod google;
-mod held;
-mod interfaces;
-mod jitter;
-mod link;
-mod links;
+mod http;
 mod listing;
 mod look;
-mod names;
-mod net;
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod net_tests;
-mod node_budget;
-mod pace;
 mod pages;
-mod parting;
-mod proxied;
-mod proxy;
-mod queue;
-mod racing;
-mod range_read;
-mod rate_limit;
-mod redirect_place;
-mod refusal;
-mod request;
-mod request_rate;
-mod s3;
 mod secret;
-mod server_error;
 mod settings;
-mod socket;
-mod sockets;
 mod source;
-mod stragglers;
-mod tls;
-mod tokens;
-mod told;
-mod trust;
-mod tunnel;
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod virtual_time;
+mod transfer;
 mod whole;
-mod wires;
-mod xml;
 
-use self::answer::Expected;
-use self::azblob::AzureBlob;
-use self::counts::Counts;
+use self::auth::given_tokens::WithGivenToken;
+use self::aws::s3::S3;
+pub use self::aws::settings::{check_region, Addressing, ProfileSource, S3Settings};
+use self::azure::blob::AzureBlob;
+pub use self::azure::settings::AzureSettings;
 pub use self::environment::meant;
 pub(super) use self::environment::Environment;
-use self::gcs::Gcs;
+use self::gcp::gcs::Gcs;
+pub use self::gcp::settings::GcsSettings;
 pub use self::given::{CredentialSource, GivenCredentials, GivesCredentials};
-use self::given_tokens::WithGivenToken;
-pub use self::interfaces::check_interfaces;
-use self::net::{Common, Net, LOOK};
-pub use self::proxy::Proxies;
-use self::range_read::{BodyPlaces, RangeRead, Site};
-use self::request::{requests_of, Requests};
-use self::s3::S3;
-pub use self::settings::{
-    check_endpoint, check_region, Addressing, AzureSettings, Bearer, GcsSettings, NodeSettings, ProfileSource,
-    S3Settings, Secret, StorageSettings, WebSettings,
-};
-use self::sockets::Sockets;
+use self::http::answer::{Expected, GAP};
+use self::http::common::{Common, LOOK};
+pub use self::http::interfaces::check_interfaces;
+use self::http::proxy;
+pub use self::http::proxy::Proxies;
+use self::http::request::{requests_of, Requests};
+pub use self::http::settings::{Bearer, NodeSettings, WebSettings};
+use self::http::sockets::Sockets;
+pub use self::http::tls::unchecked_hosts;
+pub(super) use self::http::tls::{authorities, certificates};
+pub use self::secret::Secret;
+pub use self::settings::{check_endpoint, StorageSettings};
 use self::source::{Remote, WebSource};
-pub use self::tls::unchecked_hosts;
-pub(super) use self::tls::{authorities, certificates};
-use self::told::Told;
+use self::transfer::counts::Counts;
+use self::transfer::net::Net;
+use self::transfer::range_read::{BodyPlaces, RangeRead, Site};
+use self::transfer::told::Told;
 use self::whole::{is_whole, unknown_end};
 use super::facts::{Facts, FsKind};
 use super::location::Location;
@@ -149,7 +108,7 @@ impl Web {
     /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
     pub(super) fn s3(settings: StorageSettings, environment: Environment) -> Web {
         let StorageSettings { mut web, s3, .. } = settings;
-        web.authorities = web.authorities.or_else(|| aws::authorities(&s3, &environment));
+        web.authorities = web.authorities.or_else(|| aws::keys::authorities(&s3, &environment));
         let common = Arc::new(Common { settings: web, ..Common::default() });
         Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common, sizes: Arc::default() }
     }
@@ -171,9 +130,9 @@ impl Web {
     /// What of this process's environment the store of a scheme looks at.
     pub(super) fn environment(scheme: &str) -> Environment {
         Environment::of_process(match scheme {
-            "s3" => &aws::VARIABLES,
-            "az" => &azure::VARIABLES,
-            _ => &google::VARIABLES,
+            "s3" => &aws::keys::VARIABLES,
+            "az" => &azure::keys::VARIABLES,
+            _ => &gcp::keys::VARIABLES,
         })
     }
 
@@ -322,7 +281,7 @@ impl Objects for WebObjects {
             parallelism: Some(self.common.settings.connections * READS),
             staging: TakesSlab::AtArrival,
             extent: Some(EXTENT),
-            gap: Some(answer::GAP),
+            gap: Some(GAP),
         })
     }
 

@@ -1,7 +1,7 @@
 //! Pages of listings, as object stores write them: the names on a page, and how the next one is asked for.
 
-use super::server_error::{shortened, ServerError};
-use super::xml::{self, Element, NoXml};
+use super::http::server_error::{shortened, ServerError};
+use super::http::xml::{self, Element, NoXml};
 use crate::error::{Error, ErrorKind, Result};
 
 /// A page of a listing.

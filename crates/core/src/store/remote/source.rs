@@ -1,12 +1,13 @@
 //! The source of a load from web servers: a thread that has the connections, or several that share them.
 
-use super::answer::{Expected, GAP};
-use super::counts::Counts;
-use super::net::{Common, Net};
-use super::range_read::{BodyPlaces, RangeRead, Site};
-use super::settings::WebSettings;
-use super::sockets::Sockets;
-use super::told::Told;
+use super::http::answer::{Expected, GAP};
+use super::http::common::Common;
+use super::http::settings::WebSettings;
+use super::http::sockets::Sockets;
+use super::transfer::counts::Counts;
+use super::transfer::net::Net;
+use super::transfer::range_read::{BodyPlaces, RangeRead, Site};
+use super::transfer::told::Told;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, Ticket};
 use crate::machine::block_signals;

@@ -1,0 +1,101 @@
+//! Tokens that the program gives, for web servers.
+
+use super::credentials::{Credentials, Finder, FoundKey, USABLE};
+use super::giver::{Giver, CALLABLE};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::remote::http::address::{Address, Server};
+use crate::store::remote::http::answer::Refused;
+use crate::store::remote::http::common::Common;
+use crate::store::remote::http::request::{Get, Requests};
+use crate::sync::{lock, Mutex};
+use crate::wake::Wake;
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Tokens for web servers.
+#[derive(Debug)]
+pub(super) struct Tokens;
+
+impl Finder for Tokens {
+    type Key = String;
+    type Provider = Giver;
+
+    fn find(&self, common: &Arc<Common>, provider: &mut Option<Giver>) -> Result<FoundKey<String>> {
+        let none = || Error::new(ErrorKind::Internal, "no callable; please report this");
+        let source = common.settings.credentials.clone().ok_or_else(none)?;
+        let giver = provider.get_or_insert_with(|| Giver::new(source, CALLABLE));
+        let key = giver.token()?;
+        Ok(FoundKey { key, origin: giver.origin.clone(), fades: giver.left().is_some(), renewable: true })
+    }
+
+    fn left(&self, provider: &Option<Giver>) -> Duration {
+        provider.as_ref().and_then(Giver::left).unwrap_or(USABLE)
+    }
+}
+
+/// Requests that carry a token which the program gives. The servers of the addresses that are opened get it, and no other that
+/// one of them redirects to.
+pub(in crate::store::remote) struct WithGivenToken {
+    credentials: Arc<Credentials<Tokens>>,
+    common: Arc<Common>,
+    servers: Mutex<HashSet<Server>>,
+}
+
+impl WithGivenToken {
+    pub(in crate::store::remote) fn new(common: &Arc<Common>) -> WithGivenToken {
+        let credentials = Arc::new(Credentials::new(Tokens, common.clone()));
+        WithGivenToken { credentials, common: common.clone(), servers: Mutex::default() }
+    }
+
+    fn made(&self, at: &str, token: &str, generation: u64) -> Result<Get> {
+        let address = Address::parse(at)?;
+        if !self.common.keeps_secrets(&address.server) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                "the address is http://, and a token would be readable on the way: give an https:// one",
+            ));
+        }
+        lock(&self.servers).insert(address.server.clone());
+        Ok(Get { address, fields: field(token), generation, is_moved: false })
+    }
+}
+
+fn field(token: &str) -> String {
+    format!("Authorization: Bearer {token}\r\n")
+}
+
+impl Requests for WithGivenToken {
+    fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let session = match self.credentials.session(wake)? {
+            Ok(session) => session,
+            Err(e) => return Some(Err(e)),
+        };
+        let generation = self.credentials.generation.load(Ordering::Acquire);
+        Some(self.made(at, &session.found.key, generation))
+    }
+
+    fn redirected(&self, to: &Address) -> String {
+        let session = self.credentials.known().filter(|_| lock(&self.servers).contains(&to.server));
+        session.map_or_else(String::new, |session| field(&session.found.key))
+    }
+
+    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
+        self.credentials.renewed(asked.generation, refusal)
+    }
+
+    fn explained(&self, e: Error) -> Error {
+        if e.kind() != ErrorKind::Permission {
+            return e;
+        }
+        e.reworded(|why| format!("{why}; the token is from {CALLABLE}"))
+    }
+}
+
+impl fmt::Debug for WithGivenToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("tokens that are given")
+    }
+}

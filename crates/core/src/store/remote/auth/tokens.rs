@@ -1,0 +1,185 @@
+//! Tokens that a server gives for other credentials, or the program: asked for when they are needed, and again before they
+//! expire.
+
+use super::credentials::USABLE;
+use super::giver::{Giver, CALLABLE};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::remote::http::common::Common;
+use crate::store::remote::http::control::Control;
+use crate::store::remote::http::escaping::escaped;
+use crate::store::remote::http::jitter::Jitter;
+use object_store::client::HttpRequestBody;
+use serde::Deserialize;
+use serde_json::Value;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// For the metadata server of this machine, by its address: elsewhere nobody answers, and no name server knows it.
+pub(in crate::store::remote) const QUICK: Duration = Duration::from_secs(2);
+pub(in crate::store::remote) const METADATA: &str = "169.254.169.254";
+pub(in crate::store::remote) const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a server that gives tokens is asked, and the pause before it is asked again.
+const TRIES: u32 = 3;
+const PAUSE: Duration = Duration::from_millis(200);
+/// A token is replaced so long before it expires: longer than it may be used without being asked for again (`credentials`).
+const MARGIN: Duration = Duration::from_secs(300);
+/// For how many seconds a token is valid that does not say it.
+pub(in crate::store::remote) const USUAL: u64 = 3600;
+/// For no more seconds any is taken to be.
+const LONGEST: u64 = 24 * 3600;
+
+/// What gives tokens. Blocks.
+pub(in crate::store::remote) trait TokenSource: Send {
+    /// A token, and for how many seconds it is valid. `again`: there was one before.
+    fn fetch(&self, common: &Arc<Common>, again: bool) -> Result<(String, u64), NoToken>;
+}
+
+/// Why there is no token.
+pub(in crate::store::remote) enum NoToken {
+    /// Nobody answers.
+    Silence(Error),
+    Refused(Error),
+}
+
+/// Something that gives tokens, and its last one.
+pub(in crate::store::remote) struct TokenProvider<S> {
+    pub(in crate::store::remote) source: S,
+    /// Where its tokens come from, in words.
+    pub(in crate::store::remote) origin: String,
+    token: Option<(String, Instant)>,
+}
+
+impl<S: TokenSource> TokenProvider<S> {
+    pub(in crate::store::remote) fn new(source: S, origin: String) -> TokenProvider<S> {
+        TokenProvider { source, origin, token: None }
+    }
+
+    pub(in crate::store::remote) fn has_given(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// A token that is valid for some minutes.
+    pub(in crate::store::remote) fn token(&mut self, common: &Arc<Common>) -> Result<String, NoToken> {
+        if let Some((token, until)) = &self.token {
+            if Instant::now() < *until {
+                return Ok(token.clone());
+            }
+        }
+        let (token, seconds) = self.source.fetch(common, self.has_given())?;
+        if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
+            let text = "it is empty, or has spaces or controls in it";
+            return Err(NoToken::Refused(Error::new(ErrorKind::Invalid, text)));
+        }
+        let valid = Duration::from_secs(seconds.min(LONGEST)).saturating_sub(MARGIN);
+        self.token = Some((token.clone(), Instant::now() + valid));
+        Ok(token)
+    }
+
+    /// The error of a load that has no token.
+    pub(in crate::store::remote) fn failed(&self, no: NoToken) -> Error {
+        let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
+        e.reworded(|why| format!("no token; the credentials are from {}: {why}", self.origin))
+    }
+}
+
+/// What gives tokens: a server for other credentials, or the program.
+pub(in crate::store::remote) enum TokenGiver<S> {
+    Server(TokenProvider<S>),
+    Program(Giver),
+}
+
+impl<S> TokenGiver<S> {
+    /// The program, if it gives credentials.
+    pub(in crate::store::remote) fn program(common: &Common) -> Option<TokenGiver<S>> {
+        let source = common.settings.credentials.clone()?;
+        Some(TokenGiver::Program(Giver::new(source, CALLABLE)))
+    }
+
+    /// How long what it gave last may be used.
+    pub(in crate::store::remote) fn left(&self) -> Duration {
+        match self {
+            TokenGiver::Program(giver) => giver.left().unwrap_or(USABLE),
+            TokenGiver::Server(_) => USABLE,
+        }
+    }
+}
+
+impl<S> fmt::Debug for TokenProvider<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TokenProvider").field("origin", &self.origin).finish_non_exhaustive()
+    }
+}
+
+/// What servers answer that give tokens (RFC 6749, section 5; metadata servers write numbers as strings).
+#[derive(Deserialize, Default)]
+struct TokenAnswer {
+    access_token: Option<String>,
+    expires_in: Option<Value>,
+    /// In seconds since 1970.
+    expires_on: Option<Value>,
+    error: Option<String>,
+    error_description: Option<String>,
+}
+
+impl TokenAnswer {
+    fn seconds(&self) -> u64 {
+        let number = |value: &Option<Value>| match value {
+            Some(Value::String(text)) => text.parse().ok(),
+            Some(value) => value.as_u64(),
+            None => None,
+        };
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let until = || number(&self.expires_on).map(|until: u64| until.saturating_sub(now));
+        number(&self.expires_in).or_else(until).unwrap_or(USUAL)
+    }
+}
+
+/// Names and values as a form or a query has them.
+pub(in crate::store::remote) fn form(fields: &[(&str, &str)]) -> String {
+    let value = |text: &str| escaped(text).replace('/', "%2F");
+    fields.iter().map(|(name, text)| format!("{name}={}", value(text))).collect::<Vec<_>>().join("&")
+}
+
+/// A token that the server at this address gives for a form.
+pub(in crate::store::remote) fn posted(
+    common: &Arc<Common>,
+    at: &str,
+    fields: &[(&str, &str)],
+) -> Result<(String, u64), NoToken> {
+    let request = http::Request::post(at).header("content-type", "application/x-www-form-urlencoded");
+    asked(&Control::new(common, PATIENCE), request, form(fields).into(), false)
+}
+
+/// A token, and for how many seconds it is valid. Servers that do not answer are asked once or several times.
+pub(in crate::store::remote) fn asked(
+    control: &Control,
+    request: http::request::Builder,
+    body: HttpRequestBody,
+    once: bool,
+) -> Result<(String, u64), NoToken> {
+    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "no request can be made of its settings"));
+    let request = request.body(body).map_err(no_server)?;
+    let mut tries = TRIES;
+    let (status, body) = loop {
+        tries -= 1;
+        match control.ask(&request) {
+            Ok((status, _)) if tries > 0 && (status >= 500 || status == 429) => {
+                std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2))
+            }
+            Err(_) if tries > 0 && !once => std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2)),
+            answer => break answer.map_err(NoToken::Silence)?,
+        }
+    };
+    let answer: TokenAnswer = serde_json::from_slice(&body).unwrap_or_default();
+    let seconds = answer.seconds();
+    match answer {
+        TokenAnswer { access_token: Some(token), .. } if status == 200 => Ok((token, seconds)),
+        TokenAnswer { error, error_description, .. } => {
+            let said = [error, error_description].into_iter().flatten().collect::<Vec<_>>().join(": ");
+            let said: String = said.chars().filter(|c| !c.is_control()).take(160).collect();
+            let text = format!("the server that gives tokens answers {status} {said}");
+            Err(NoToken::Refused(Error::new(ErrorKind::Permission, text.trim_end())))
+        }
+    }
+}

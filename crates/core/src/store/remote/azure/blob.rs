@@ -1,0 +1,241 @@
+//! Objects of Azure Blob Storage: `az://container/key`. With the key of an account each request has a signature for its
+//! container in its query (a service SAS), because what Azure signs in fields has the range, too. With an identity it has a
+//! token that is there already; what has to be asked for is asked for elsewhere (`credentials`).
+
+use super::keys::{Azure, AzureKey, Credential};
+use super::settings::AzureSettings;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::location::Location;
+use crate::store::remote::auth::credentials::Credentials;
+use crate::store::remote::auth::tokens::form;
+use crate::store::remote::environment::Environment;
+use crate::store::remote::http::address::Address;
+use crate::store::remote::http::answer::Refused;
+use crate::store::remote::http::common::Common;
+use crate::store::remote::http::escaping::escaped;
+use crate::store::remote::http::request::{Get, Listed, Requests};
+use crate::store::remote::listing::{list, listed, parts, Ask};
+use crate::store::remote::pages::NextPage;
+use crate::wake::Wake;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+/// The version of the service whose terms these are. Without it Azure may answer in those of 2009, with ETags that are not
+/// quoted.
+const VERSION: &str = "2023-11-03";
+/// A signature is valid for so long. It is made for one request: this is for clocks that differ.
+const SIGNED: Duration = Duration::from_secs(15 * 60);
+
+/// Makes requests for the objects of Azure Blob Storage.
+#[derive(Debug)]
+pub(in crate::store::remote) struct AzureBlob {
+    credentials: Arc<Credentials<Azure>>,
+}
+
+impl AzureBlob {
+    pub(in crate::store::remote) fn new(
+        settings: AzureSettings,
+        environment: Environment,
+        common: Arc<Common>,
+    ) -> AzureBlob {
+        AzureBlob { credentials: Arc::new(Credentials::new(Azure { settings, environment }, common)) }
+    }
+}
+
+impl Requests for AzureBlob {
+    fn name(&self) -> &'static str {
+        "az"
+    }
+
+    fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let session = match self.credentials.session(wake)? {
+            Ok(session) => session,
+            Err(e) => return Some(Err(e)),
+        };
+        let generation = self.credentials.generation.load(Ordering::Acquire);
+        Some(made(at, &session.found.key, generation))
+    }
+
+    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
+        self.credentials.renewed(asked.generation, refusal)
+    }
+
+    fn explained(&self, e: Error) -> Error {
+        let known = self.credentials.latest();
+        let is_anonymous = known.as_ref().is_some_and(|session| session.found.key.credential == Credential::None);
+        if is_anonymous && e.kind() == ErrorKind::NotFound {
+            return e.reworded(|why| {
+                format!("{why}; Azure says so of private containers, too, to those who give no credentials")
+            });
+        }
+        if e.kind() != ErrorKind::Permission {
+            return e;
+        }
+        let with = match &known {
+            Some(session) if is_anonymous => format!("the request had no credentials ({})", session.found.origin),
+            Some(session) => format!("the credentials are from {}", session.found.origin),
+            None => "there are no credentials yet".to_owned(),
+        };
+        let failed = match known.as_ref().map(|session| &session.found.key.credential) {
+            Some(Credential::Key(..)) => "is the account key right, and the clock of this machine?",
+            Some(Credential::Signature(_)) => "is the signature complete, and still valid?",
+            Some(Credential::None) => "is the container public?",
+            _ => "is the identity one of the account's tenant?",
+        };
+        e.reworded(|why| {
+            let hints = [
+                // What Azurite says with another code.
+                ("failed to authenticate", failed),
+                ("AuthenticationFailed", failed),
+                ("InvalidAuthenticationInfo", failed),
+                (
+                    "AuthorizationPermissionMismatch",
+                    "an identity needs the role Storage Blob Data Reader, a signature the permissions r and l",
+                ),
+                ("AuthorizationFailure", "does the account's firewall let this machine in?"),
+                ("KeyBasedAuthenticationNotPermitted", "the account takes no keys: use an identity"),
+                ("PublicAccessNotPermitted", "the account has no public containers"),
+            ];
+            let hint = hints.iter().find(|(code, _)| why.contains(code));
+            format!("{why}; {with}{}", hint.map_or_else(String::new, |(_, hint)| format!("; {hint}")))
+        })
+    }
+
+    fn list(&self, at: &Location) -> Result<Vec<Listed>> {
+        let names = |container: &str, prefix: &str| {
+            listed(&self.credentials, container, prefix, page, |generation, refusal| {
+                self.credentials.renewed(generation, refusal)
+            })
+        };
+        list(at, names, |e| self.explained(e))
+    }
+}
+
+fn made(at: &str, key: &AzureKey, generation: u64) -> Result<Get> {
+    let (container, name) = parts(at)?;
+    if name.is_empty() {
+        return Err(invalid("it names a container, and no blob in it"));
+    }
+    let AzureKey { credential, endpoint: Address { server, target } } = key;
+    let mut target = format!("{}/{container}/{}", target.trim_end_matches('/'), escaped(name));
+    if let Some(pairs) = signed(container, key) {
+        let pairs: Vec<_> = pairs.iter().map(|(name, value)| (&**name, &**value)).collect();
+        target += &format!("?{}", form(&pairs));
+    }
+    let mut fields = format!("x-ms-version: {VERSION}\r\n");
+    if let Credential::Token(token) = credential {
+        fields += &format!("Authorization: Bearer {token}\r\n");
+    }
+    Ok(Get { address: Address { server: server.clone(), target }, fields, generation, is_moved: false })
+}
+
+/// The query that opens a container, where one does.
+fn signed(container: &str, AzureKey { credential, endpoint }: &AzureKey) -> Option<Vec<(String, String)>> {
+    match credential {
+        Credential::None | Credential::Token(_) => None,
+        Credential::Signature(pairs) => Some(pairs.clone()),
+        Credential::Key(account, key) => {
+            let until = chrono::DateTime::<chrono::Utc>::from(SystemTime::now() + SIGNED);
+            Some(signature(
+                account,
+                key,
+                container,
+                &until.format("%Y-%m-%dT%H:%M:%SZ").to_string(),
+                endpoint.server.tls,
+            ))
+        }
+    }
+}
+
+/// A service SAS for a container (sr=c), to read (r) and to list (l). The text that is signed, in terms of 2020-12-06 and
+/// later: <https://learn.microsoft.com/rest/api/storageservices/create-service-sas>.
+fn signature(account: &str, key: &[u8], container: &str, until: &str, tls: bool) -> Vec<(String, String)> {
+    use base64::Engine;
+    let resource = format!("/blob/{account}/{container}");
+    let protocol = if tls { "https" } else { "" };
+    // Not said: when it begins, a stored policy, addresses; then: a snapshot, an encryption, five fields of the answer.
+    let text = ["rl", "", until, &resource, "", "", protocol, VERSION, "c", "", "", "", "", "", "", ""].join("\n");
+    let tag = ring::hmac::sign(&ring::hmac::Key::new(ring::hmac::HMAC_SHA256, key), text.as_bytes());
+    let sig = base64::prelude::BASE64_STANDARD.encode(tag);
+    let pairs = [("sv", VERSION), ("sr", "c"), ("sp", "rl"), ("se", until), ("spr", protocol), ("sig", &sig)];
+    let said = pairs.into_iter().filter(|(_, value)| !value.is_empty());
+    said.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// The request for a page of a listing.
+fn page(ask: &Ask<'_, AzureKey>) -> Result<Get> {
+    let AzureKey { credential, endpoint: Address { server, target } } = ask.key;
+    let address = match ask.moved {
+        Some(place) => place.address.clone(),
+        None => {
+            let mut pairs =
+                vec![("restype", "container"), ("comp", "list"), ("prefix", ask.prefix), ("delimiter", "/")];
+            if let NextPage::Token(marker) = ask.page {
+                pairs.push(("marker", marker));
+            }
+            let signed = signed(ask.bucket, ask.key).unwrap_or_default();
+            pairs.extend(signed.iter().map(|(name, value)| (&**name, &**value)));
+            let target = format!("{}/{}?{}", target.trim_end_matches('/'), ask.bucket, form(&pairs));
+            Address { server: server.clone(), target }
+        }
+    };
+    let mut fields = format!("x-ms-version: {VERSION}\r\n");
+    if let (Credential::Token(token), true) = (credential, address.server == *server) {
+        fields += &format!("Authorization: Bearer {token}\r\n");
+    }
+    Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
+}
+
+fn invalid(text: &str) -> Error {
+    Error::new(ErrorKind::Invalid, text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::store::remote::secret::Secret;
+    use crate::store::remote::settings::StorageSettings;
+    use crate::store::remote::Web;
+
+    fn store(azure: AzureSettings) -> AzureBlob {
+        AzureBlob::new(azure, Environment::default(), Arc::new(Common::default()))
+    }
+
+    fn named(account: &str) -> AzureSettings {
+        AzureSettings { account_name: Some(account.into()), ..AzureSettings::default() }
+    }
+
+    #[test]
+    fn where_a_container_is() {
+        for (account, endpoint, at, expected) in [
+            ("a", None, "az://c/k", "https://a.blob.core.windows.net /c/k"),
+            ("a", Some("http://127.0.0.1:10000/a/"), "AZ://c/a k/?", "http://127.0.0.1:10000 /a/c/a%20k/%3F"),
+        ] {
+            let azure = AzureSettings { endpoint: endpoint.map(str::to_owned), anonymous: true, ..named(account) };
+            let get = store(azure).request(at, None).unwrap().unwrap();
+            let Address { server, target } = get.address;
+            assert_eq!(format!("{} {target}", server.origin()), expected);
+            assert_eq!(get.fields, format!("x-ms-version: {VERSION}\r\n"));
+        }
+        let e = store(AzureSettings { anonymous: true, ..named("a") }).request("az://c/", None).unwrap().unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Invalid);
+    }
+
+    #[test]
+    fn what_opens_an_account_is_not_shown() {
+        let key = AzureSettings { account_key: Some(Secret::new("c2VzYW1l")), ..named("a") };
+        let sas = AzureSettings { sas_token: Some(Secret::new("?sv=1&sig=sesame%2B")), ..named("a") };
+        for (azure, query) in [(key, "&sig="), (sas, "?sv=1&sig=sesame%2B")] {
+            let store = store(azure.clone());
+            let get = store.request("az://c/k", None).unwrap().unwrap();
+            assert!(get.address.target.contains(query), "{}", get.address.target);
+            let signature = get.address.target.split("sig=").nth(1).unwrap();
+            let environment = Environment::of(&[("AZURE_STORAGE_KEY", "sesame")]);
+            let web = Web::azure(StorageSettings { azure, ..StorageSettings::default() }, environment);
+            let shown = format!("{web:?} {store:?} {get:?}");
+            assert!(!["sesame", "c2VzYW1l", signature].iter().any(|secret| shown.contains(secret)), "{shown}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Objects of Google Cloud Storage: `gs://bucket/key`, in the terms of its XML API. Requests carry a token that is there
+//! already; what has to be asked for is asked for elsewhere (`credentials`).
+
+use super::keys::{Google, GoogleKey};
+use super::settings::GcsSettings;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::location::Location;
+use crate::store::remote::auth::credentials::Credentials;
+use crate::store::remote::auth::tokens::form;
+use crate::store::remote::environment::Environment;
+use crate::store::remote::http::address::Address;
+use crate::store::remote::http::answer::Refused;
+use crate::store::remote::http::common::Common;
+use crate::store::remote::http::escaping::escaped;
+use crate::store::remote::http::request::{Get, Listed, Requests};
+use crate::store::remote::listing::{list, listed, parts, s3_query, Ask};
+use crate::wake::Wake;
+use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+/// Makes requests for the objects of Google Cloud Storage.
+#[derive(Debug)]
+pub(in crate::store::remote) struct Gcs {
+    credentials: Arc<Credentials<Google>>,
+}
+
+impl Gcs {
+    pub(in crate::store::remote) fn new(settings: GcsSettings, environment: Environment, common: Arc<Common>) -> Gcs {
+        Gcs { credentials: Arc::new(Credentials::new(Google { settings, environment }, common)) }
+    }
+
+    /// Where requests go that carry this token.
+    fn endpoint(&self, token: Option<&str>) -> Result<Address> {
+        let endpoint = self.credentials.finder().endpoint()?;
+        if token.is_some() && !self.credentials.common.keeps_secrets(&endpoint.server) {
+            return Err(invalid(
+                "the endpoint for Google Cloud Storage is http://, and a token would be readable on the way: give an https:// \
+                 address, or storage={\"anonymous\": True}",
+            ));
+        }
+        Ok(endpoint)
+    }
+
+    fn made(&self, at: &str, token: Option<&str>, generation: u64) -> Result<Get> {
+        let (bucket, key) = parts(at)?;
+        if key.is_empty() {
+            return Err(invalid("it names a bucket, and no object in it"));
+        }
+        let Address { server, target } = self.endpoint(token)?;
+        let target = format!("{}/{bucket}/{}", target.trim_end_matches('/'), escaped(key));
+        let fields = token.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
+    }
+
+    /// The request for a page of a listing.
+    fn page(&self, ask: &Ask<'_, GoogleKey>) -> Result<Get> {
+        let token = ask.key.token.as_deref();
+        let there = self.endpoint(token)?;
+        let address = match ask.moved {
+            Some(place) => place.address.clone(),
+            None => {
+                let pairs = s3_query(ask);
+                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
+                let target = format!("{}/{}?{}", there.target.trim_end_matches('/'), ask.bucket, form(&pairs));
+                Address { server: there.server.clone(), target }
+            }
+        };
+        let is_theirs = address.server == there.server;
+        let fields =
+            token.filter(|_| is_theirs).map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
+    }
+}
+
+impl Requests for Gcs {
+    fn name(&self) -> &'static str {
+        "gs"
+    }
+
+    fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
+        let session = match self.credentials.session(wake)? {
+            Ok(session) => session,
+            Err(e) => return Some(Err(e)),
+        };
+        let generation = self.credentials.generation.load(Ordering::Acquire);
+        Some(self.made(at, session.found.key.token.as_deref(), generation))
+    }
+
+    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
+        self.credentials.renewed(asked.generation, refusal)
+    }
+
+    fn explained(&self, e: Error) -> Error {
+        if e.kind() != ErrorKind::Permission {
+            return e;
+        }
+        let with = match self.credentials.latest() {
+            Some(session) if session.found.key.token.is_none() => {
+                format!("the request had no token ({})", session.found.origin)
+            }
+            Some(session) => format!("the credentials are from {}", session.found.origin),
+            None => "there are no credentials yet".to_owned(),
+        };
+        e.reworded(|why| {
+            let absent = "Google says so of an object that is not there, too, to those who may not list its bucket";
+            let hint = if why.contains("AccessDenied") { format!("; {absent}") } else { String::new() };
+            format!("{why}; {with}{hint}")
+        })
+    }
+
+    fn list(&self, at: &Location) -> Result<Vec<Listed>> {
+        let names = |bucket: &str, prefix: &str| {
+            listed(
+                &self.credentials,
+                bucket,
+                prefix,
+                |ask| self.page(ask),
+                |generation, refusal| self.credentials.renewed(generation, refusal),
+            )
+        };
+        list(at, names, |e| self.explained(e))
+    }
+}
+
+fn invalid(text: &str) -> Error {
+    Error::new(ErrorKind::Invalid, text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::store::remote::settings::StorageSettings;
+    use crate::store::remote::Web;
+
+    fn store(endpoint: Option<&str>, environment: &[(&str, &str)]) -> Gcs {
+        let settings = GcsSettings { endpoint: endpoint.map(str::to_owned), anonymous: true };
+        Gcs::new(settings, Environment::of(environment), Arc::new(Common::default()))
+    }
+
+    #[test]
+    fn where_a_bucket_is() {
+        let emulator = ("STORAGE_EMULATOR_HOST", "h:4443");
+        for (endpoint, environment, at, expected) in [
+            (None, ("", ""), "gs://b/k", "https://storage.googleapis.com /b/k"),
+            (None, emulator, "gs://b/a k", "http://h:4443 /b/a%20k"),
+            (None, ("STORAGE_EMULATOR_HOST", "https://h/x/"), "gs://b/k", "https://h /x/b/k"),
+            (Some("https://o"), emulator, "gs://b.c/k", "https://o /b.c/k"),
+        ] {
+            let Address { server, target } =
+                store(endpoint, &[environment]).request(at, None).unwrap().unwrap().address;
+            let scheme = if server.tls { "https" } else { "http" };
+            assert_eq!(format!("{scheme}://{} {target}", server.authority()), expected);
+        }
+    }
+
+    #[test]
+    fn a_token_goes_where_it_stays_secret() {
+        for (endpoint, fits) in [
+            ("https://h", true),
+            ("http://h", false),
+            ("http://10.0.0.1", false),
+            ("http://localhost:1", true),
+            ("http://127.0.0.1:1", true),
+            ("http://[::1]:1", true),
+            ("http://localhost.h", false),
+        ] {
+            let store = store(Some(endpoint), &[]);
+            let made = store.made("gs://b/k", Some("sesame"), 1);
+            assert_eq!(made.is_ok(), fits, "{endpoint}");
+            assert!(store.made("gs://b/k", None, 1).is_ok());
+            if let Ok(get) = made {
+                assert_eq!(get.fields, "Authorization: Bearer sesame\r\n");
+                assert!(!format!("{get:?}").contains("sesame"));
+            }
+        }
+        let web = Web::gcs(StorageSettings::default(), Environment::of(&[("HOME", "sesame")]));
+        assert!(!format!("{web:?}").contains("sesame"));
+    }
+}

@@ -1,0 +1,31 @@
+//! What becomes of a read, as the thread of the connections tells it.
+
+use super::range_read::RangeRead;
+use crate::error::Result;
+use crate::extent::{Lane, Ticket};
+use crate::store::version::Version;
+
+/// What happened to a read.
+pub(in crate::store::remote) enum Told {
+    Arrived(Ticket),
+    Received(Ticket),
+    /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
+    Done {
+        ticket: Ticket,
+        route: Lane,
+        result: Result<u64>,
+        object: Option<(u64, Version)>,
+        /// Bytes that were received into its place, from the first on.
+        written: u64,
+        /// Nothing but the end of a connection says where the object ends.
+        by_close: bool,
+    },
+}
+
+/// A read ends: nobody learns of it while its memory is held.
+pub(in crate::store::remote) fn end(read: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
+    let (ticket, route, object, written) = (read.ticket, read.route, read.object().cloned(), read.got());
+    let by_close = read.by_close;
+    drop(read);
+    told.push(Told::Done { ticket, route, result, object, written, by_close });
+}
