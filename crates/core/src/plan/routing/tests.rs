@@ -289,7 +289,9 @@ proptest! {
             prop_assert!(way.mapped || !way.in_part);
             let direct = (way.cold == Lane::DIRECT) | (way.warm == Lane::DIRECT);
             prop_assert!(!direct || file.direct && file.on != FsKind::Remote && (past || file.on == FsKind::Local));
-            prop_assert!(way.warm == Lane::BUFFERED || past, "resident bytes go past the page cache only if that was asked for");
+            let parts = if file.on == FsKind::Remote { Lane::NETWORK } else { Lane::BUFFERED };
+            prop_assert!(way.warm == parts || past, "resident bytes go past the page cache only if that was asked for");
+            prop_assert_eq!(way.parts, parts);
             prop_assert!(way.through != Through::HugePages || !file.cut, "a slice fills no file");
             if options.cache == Cache::Bypass && file.on == FsKind::Local && file.resident < 4 && file.nbytes > 0 {
                 prop_assert!(!way.mapped && (way.cold == Lane::DIRECT || !file.direct), "{:?}", way);
