@@ -51,7 +51,7 @@ type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 pub(super) fn list(
     at: &Location,
     listed: impl FnOnce(&str, &str) -> ListedNames,
-    explained: impl FnOnce(Error) -> Error,
+    explained: impl FnOnce(Refused) -> Error,
 ) -> Result<Vec<Listed>> {
     let text = at.to_string();
     let (bucket, key) = parts(&text)?;
@@ -61,7 +61,7 @@ pub(super) fn list(
         return Ok(itself());
     }
     let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
-    let names = listed(bucket, &format!("{key}{slash}"))?.map_err(|refusal| explained(refusal.error))?;
+    let names = listed(bucket, &format!("{key}{slash}"))?.map_err(explained)?;
     if names.is_empty() && slash.is_empty() {
         return Err(Error::new(ErrorKind::NotFound, NO_OBJECT));
     }

@@ -53,7 +53,7 @@ fn first(common: &Common, site: &Site, times: usize, found: &mut Look) -> Result
             }
             (Verdict::Refused(refusal), _) => {
                 if renewed || !site.renew(&request, &refusal) {
-                    return Err(site.requests.explained(refusal.error));
+                    return Err(site.requests.explained(refusal));
                 }
                 renewed = true;
             }

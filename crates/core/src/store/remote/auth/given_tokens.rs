@@ -86,7 +86,8 @@ impl Requests for WithGivenToken {
         self.credentials.renewed(asked.generation, refusal)
     }
 
-    fn explained(&self, e: Error) -> Error {
+    fn explained(&self, refusal: Refused) -> Error {
+        let e = refusal.error;
         if e.kind() != ErrorKind::Permission {
             return e;
         }

@@ -201,29 +201,24 @@ impl Requests for S3 {
         self.renewed(at, asked.generation, refusal)
     }
 
-    fn explained(&self, e: Error) -> Error {
-        if e.kind() != ErrorKind::Permission {
-            return e;
+    fn explained(&self, refusal: Refused) -> Error {
+        if refusal.error.kind() != ErrorKind::Permission {
+            return refusal.error;
         }
         let with = match self.credentials.latest() {
             Some(session) if session.found.key.credential.is_none() => "the request was not signed".to_owned(),
             Some(session) => format!("the credentials are from {}", session.found.origin),
             None => "there are no credentials yet".to_owned(),
         };
-        e.reworded(|why| {
-            let hints = [
-                (
-                    "AccessDenied",
-                    "S3 says so of an object that is not there, too, to those who may not list its bucket",
-                ),
-                ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
-                ("SignatureDoesNotMatch", "is the secret access key right?"),
-                ("RequestTimeTooSkewed", "is the clock of this machine right?"),
-                ("Expired", "they are no longer valid: get new ones"),
-            ];
-            let hint = hints.iter().find(|(code, _)| why.contains(code));
-            format!("{why}; {with}{}", hint.map_or_else(String::new, |(_, hint)| format!("; {hint}")))
-        })
+        let hint = refusal.hint(&[
+            ("AccessDenied", "S3 says so of an object that is not there, too, to those who may not list its bucket"),
+            ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
+            ("SignatureDoesNotMatch", "is the secret access key right?"),
+            ("RequestTimeTooSkewed", "is the clock of this machine right?"),
+            ("Expired", "they are no longer valid: get new ones"),
+        ]);
+        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
+        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
@@ -238,7 +233,7 @@ impl Requests for S3 {
                 |generation, refusal| self.renewed(&text, generation, refusal),
             )
         };
-        list(at, names, |e| self.explained(e))
+        list(at, names, |refusal| self.explained(refusal))
     }
 }
 
@@ -375,8 +370,7 @@ mod tests {
             first.fields.contains("x-amz-request-payer: requester") && first.fields.contains("/r-1/s3/aws4_request")
         );
         assert_eq!(s3.request("s3://b/k", None).unwrap().unwrap().fields, first.fields);
-        let error = || Error::new(ErrorKind::Io, "elsewhere");
-        let moved = |region: &str| Refused { error: error(), access: false, region: Some(region.into()) };
+        let moved = |region: &str| refused(false, Some(region));
         assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
         // Requests that were on their way meanwhile, and then one that the server sends back to where it came from.
         assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
@@ -384,8 +378,13 @@ mod tests {
         assert!(second.fields.contains("/r-2/s3/") && second.generation > first.generation);
         assert!(!s3.renew("s3://b/k", &second, &moved("r-2")) && !s3.renew("s3://b/k", &second, &moved("r 3")));
         // Keys that were given are not renewed.
-        let refusal = Refused { error: error(), access: true, region: None };
+        let refusal = refused(true, None);
         assert!(!s3.renew("s3://b/k", &second, &refusal));
+    }
+
+    fn refused(access: bool, region: Option<&str>) -> Refused {
+        let (error, region) = (Error::new(ErrorKind::Io, "no"), region.map(str::to_owned));
+        Refused { error, access, region, code: String::new(), message: String::new() }
     }
 
     #[test]
@@ -412,7 +411,7 @@ mod tests {
             assert_eq!(get.fields, moved(to).fields, "it is signed once");
         }
         // The place says which region it is: from then on that one counts.
-        let refusal = Refused { error: Error::new(ErrorKind::Io, "no"), access: false, region: Some("r-9".into()) };
+        let refusal = refused(false, Some("r-9"));
         let there = moved("https://node-7.example.com:8443/b/k");
         assert!(s3.renew("s3://b/k", &there, &refusal));
         assert!(moved("https://node-7.example.com:8443/b/k").fields.contains("/r-9/s3/"));

@@ -61,16 +61,16 @@ impl Requests for AzureBlob {
         self.credentials.renewed(asked.generation, refusal)
     }
 
-    fn explained(&self, e: Error) -> Error {
+    fn explained(&self, refusal: Refused) -> Error {
         let known = self.credentials.latest();
         let is_anonymous = known.as_ref().is_some_and(|session| session.found.key.credential == Credential::None);
-        if is_anonymous && e.kind() == ErrorKind::NotFound {
-            return e.reworded(|why| {
+        if is_anonymous && refusal.error.kind() == ErrorKind::NotFound {
+            return refusal.error.reworded(|why| {
                 format!("{why}; Azure says so of private containers, too, to those who give no credentials")
             });
         }
-        if e.kind() != ErrorKind::Permission {
-            return e;
+        if refusal.error.kind() != ErrorKind::Permission {
+            return refusal.error;
         }
         let with = match &known {
             Some(session) if is_anonymous => format!("the request had no credentials ({})", session.found.origin),
@@ -83,23 +83,22 @@ impl Requests for AzureBlob {
             Some(Credential::None) => "is the container public?",
             _ => "is the identity one of the account's tenant?",
         };
-        e.reworded(|why| {
-            let hints = [
-                // What Azurite says with another code.
-                ("failed to authenticate", failed),
-                ("AuthenticationFailed", failed),
-                ("InvalidAuthenticationInfo", failed),
-                (
-                    "AuthorizationPermissionMismatch",
-                    "an identity needs the role Storage Blob Data Reader, a signature the permissions r and l",
-                ),
-                ("AuthorizationFailure", "does the account's firewall let this machine in?"),
-                ("KeyBasedAuthenticationNotPermitted", "the account takes no keys: use an identity"),
-                ("PublicAccessNotPermitted", "the account has no public containers"),
-            ];
-            let hint = hints.iter().find(|(code, _)| why.contains(code));
-            format!("{why}; {with}{}", hint.map_or_else(String::new, |(_, hint)| format!("; {hint}")))
-        })
+        // Azurite has the code of a firewall for this too, so only its message tells them apart.
+        let is_by_azurite = refusal.message.contains("failed to authenticate");
+        let hint = refusal.hint(&[
+            ("AuthenticationFailed", failed),
+            ("InvalidAuthenticationInfo", failed),
+            (
+                "AuthorizationPermissionMismatch",
+                "an identity needs the role Storage Blob Data Reader, a signature the permissions r and l",
+            ),
+            ("AuthorizationFailure", "does the account's firewall let this machine in?"),
+            ("KeyBasedAuthenticationNotPermitted", "the account takes no keys: use an identity"),
+            ("PublicAccessNotPermitted", "the account has no public containers"),
+        ]);
+        let hint = if is_by_azurite { Some(failed) } else { hint };
+        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
+        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
@@ -108,7 +107,7 @@ impl Requests for AzureBlob {
                 self.credentials.renewed(generation, refusal)
             })
         };
-        list(at, names, |e| self.explained(e))
+        list(at, names, |refusal| self.explained(refusal))
     }
 }
 

@@ -90,9 +90,9 @@ impl Requests for Gcs {
         self.credentials.renewed(asked.generation, refusal)
     }
 
-    fn explained(&self, e: Error) -> Error {
-        if e.kind() != ErrorKind::Permission {
-            return e;
+    fn explained(&self, refusal: Refused) -> Error {
+        if refusal.error.kind() != ErrorKind::Permission {
+            return refusal.error;
         }
         let with = match self.credentials.latest() {
             Some(session) if session.found.key.token.is_none() => {
@@ -101,11 +101,12 @@ impl Requests for Gcs {
             Some(session) => format!("the credentials are from {}", session.found.origin),
             None => "there are no credentials yet".to_owned(),
         };
-        e.reworded(|why| {
-            let absent = "Google says so of an object that is not there, too, to those who may not list its bucket";
-            let hint = if why.contains("AccessDenied") { format!("; {absent}") } else { String::new() };
-            format!("{why}; {with}{hint}")
-        })
+        let hint = refusal.hint(&[(
+            "AccessDenied",
+            "Google says so of an object that is not there, too, to those who may not list its bucket",
+        )]);
+        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
+        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
@@ -118,7 +119,7 @@ impl Requests for Gcs {
                 |generation, refusal| self.credentials.renewed(generation, refusal),
             )
         };
-        list(at, names, |e| self.explained(e))
+        list(at, names, |refusal| self.explained(refusal))
     }
 }
 

@@ -114,6 +114,17 @@ pub(in crate::store::remote) struct Refused {
     pub(in crate::store::remote) access: bool,
     /// The region of the bucket, if the server says it.
     pub(in crate::store::remote) region: Option<String>,
+    /// The server's code for the reason; empty if it says none.
+    pub(in crate::store::remote) code: String,
+    /// What the server says of it besides.
+    pub(in crate::store::remote) message: String,
+}
+
+impl Refused {
+    /// The first of these hints whose code the server says.
+    pub(in crate::store::remote) fn hint<'a>(&self, hints: &[(&str, &'a str)]) -> Option<&'a str> {
+        hints.iter().find(|(code, _)| self.code.contains(code)).map(|(_, hint)| *hint)
+    }
 }
 
 impl Answer {
@@ -253,7 +264,10 @@ impl Answer {
     /// The same error, with what else could help.
     fn refused(&self, error: Error, access: bool) -> Verdict {
         let region = self.region.clone().or_else(|| self.said.as_ref().and_then(|said| said.region.clone()));
-        Verdict::Refused(Refused { error, access, region })
+        let ServerError { code, message, .. } = self.said.clone().unwrap_or_default();
+        let code = if code.is_empty() { self.error_code.clone().unwrap_or_default() } else { code };
+        let message = if message.is_empty() { self.reason.clone() } else { message };
+        Verdict::Refused(Refused { error, access, region, code, message })
     }
 
     /// What follows from it. Errors have its status and the name of the request.
@@ -506,7 +520,7 @@ mod tests {
             Verdict::Moved { to: MovedTo::Host(to), region } => format!("host {to} {}", region.unwrap_or_default()),
             Verdict::Again(e, pause) => format!("again {:?} {pause:?}", e.kind()),
             Verdict::OtherEtag(e) => format!("other etag {:?}", e.kind()),
-            Verdict::Refused(Refused { error, access, region }) => {
+            Verdict::Refused(Refused { error, access, region, .. }) => {
                 format!(
                     "refused {:?}{}{}",
                     error.kind(),
@@ -753,6 +767,7 @@ mod tests {
         let Verdict::Refused(refused) = answer(text).judge(&Expected { object: None, range: 0..1 }) else { panic!() };
         let e = refused.error;
         assert!(e.to_string().contains("(403 Forbidden, GatedRepo, request r-1)"), "{e}");
+        assert_eq!(refused.code, "GatedRepo");
     }
 
     #[test]
@@ -772,6 +787,7 @@ mod tests {
             let text = refusal.error.to_string();
             assert!(text.contains("(403 Forbidden, AccessDenied: Not <you> & it)"), "{text}");
             assert_eq!((refusal.access, refusal.region.as_deref()), (true, Some("there")));
+            assert_eq!(refusal.hint(&[("Forbidden", "no code"), ("AccessDenied", "the code")]), Some("the code"));
         }
         // No more than a little is waited for, and nothing where nothing is to be learned.
         let mut found = answer("HTTP/1.1 500 Oh");

@@ -57,7 +57,8 @@ pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
     }
 
     /// The error of a refusal, with what its reader can do.
-    fn explained(&self, e: Error) -> Error {
+    fn explained(&self, refusal: Refused) -> Error {
+        let e = refusal.error;
         if e.kind() != ErrorKind::Permission {
             return e;
         }

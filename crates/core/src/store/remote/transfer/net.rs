@@ -536,7 +536,7 @@ impl<W: Wires> Net<W> {
                     }
                     self.back(Some(fetch));
                 } else {
-                    let e = first.site.requests.explained(refusal.error);
+                    let e = first.site.requests.explained(refusal);
                     fail_all(Some(fetch), &e, told);
                 }
             }

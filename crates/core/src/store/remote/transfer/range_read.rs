@@ -313,7 +313,10 @@ mod tests {
         let (first, there, next) = ("http://h/a", "http://p/a?1", "http://p/a?2");
         let address = |text: &str| Address::parse(text).unwrap();
         let site = Site::new(PathBuf::new(), first.into(), Arc::new(Unsigned));
-        let refusal = || Refused { error: Error::new(ErrorKind::Permission, "no"), access: true, region: None };
+        let refusal = || {
+            let (error, code, message) = (Error::new(ErrorKind::Permission, "no"), String::new(), String::new());
+            Refused { error, access: true, region: None, code, message }
+        };
         let asked = |site: &Site| site.request(None).unwrap().unwrap();
         let renew = |asked: &Get| site.renew(asked, &refusal());
         assert!(!renew(&asked(&site)), "nothing would be different");
