@@ -1,7 +1,7 @@
 //! What a load did and what it waited for.
 
 use crate::engine::Wait;
-use crate::extent::ByLane;
+use crate::extent::{ByLane, Lane};
 use crate::fallback::Fallback;
 use crate::store::{CacheFill, Traffic};
 use std::collections::BTreeMap;
@@ -202,7 +202,7 @@ impl Report {
             ("engine", busy),
         ];
         self.bottleneck = stages.into_iter().max_by_key(|s| s.1).map_or("engine", |s| s.0);
-        let read = self.routes.sum().bytes;
+        let read = self.routes.sum().bytes - self.routes.of(Lane::RANK).bytes;
         if self.bottleneck == "source" && self.network.is_some_and(|traffic| traffic.received > read / 2) {
             self.bottleneck = "network";
         }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// load that is too fast.
 const WAITING: usize = 64;
 
-/// Says which source a read goes to, by its file or by its lane.
+/// Says which source a read goes to, by its file or its ticket.
 type Choose = Box<dyn Fn(&Read) -> usize + Send>;
 
 /// Several sources as one. Room is kept per source, so that one that is full does not block the others.
