@@ -20,6 +20,9 @@ def a_folder_is_listed_page_by_page_and_loaded(bucket: Bucket, small: Path, sche
         assert [Path(file).name for file in checkpoint.files] == LAYOUT.files
     Oracle(small).same(checkpoint.load(framework="np"))
     assert bucket.listings == 3 * 3
+    report = checkpoint.last_report
+    assert {lane for lane, way in report.routes.items() if way["bytes"]} == {"network"}
+    assert report.routes["network"]["bytes"] == report.nbytes + report.gap_bytes
 
 
 def an_index_and_files_need_no_listing(bucket: Bucket, small: Path, scheme: str, storage: Any) -> None:

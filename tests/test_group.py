@@ -43,6 +43,7 @@ def test_a_group_loads_what_each_rank_wants_and_reads_it_once(together, model, s
             read = sum(way["bytes"] for lane, way in report.routes.items() if lane != "rank") - report.slack_bytes
             said["read"] = said.get("read", 0) + read
             said["nbytes"], said["exchange"] = report.nbytes, report.exchange
+            assert report.routes["rank"]["bytes"] == report.exchange["received_bytes"] > 0
             said["whole"] = same(checkpoint.load(group=group, options=options))
     assert "other ranks" in str(checkpoint.last_report)
     half = checkpoint.load(group=dist.group.WORLD, dtype=torch.bfloat16, names=["embed"])["embed"]
