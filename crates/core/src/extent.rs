@@ -6,10 +6,14 @@ use std::ops::Range;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
-/// One way in which bytes of an object come. Stores declare theirs. Plan, engine and loads look at the properties of a lane;
-/// its name is for reports and traces.
+/// One way in which bytes of an object come. Stores declare theirs. Plan, engine and loads look at what a lane
+/// [declares](Declared); its name is for reports and traces.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Lane {
+pub struct Lane(&'static Declared);
+
+/// The properties of a lane.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct Declared {
     /// As reports and traces spell it.
     pub name: &'static str,
     /// Whether reads begin and end at whole units of the file: pages, or the alignment that O_DIRECT asks for. Then they
@@ -32,22 +36,38 @@ pub enum Lands {
 
 impl Lane {
     /// Pages of a file are mapped, and populated in place.
-    pub const MAPPED: Lane = Lane { name: "mapped", whole_units: true, lands: Lands::Mapping, scatters: false };
+    pub const MAPPED: Lane =
+        Lane(&Declared { name: "mapped", whole_units: true, lands: Lands::Mapping, scatters: false });
     /// Reads through the page cache.
-    pub const BUFFERED: Lane = Lane { name: "buffered", whole_units: false, lands: Lands::Host, scatters: true };
+    pub const BUFFERED: Lane =
+        Lane(&Declared { name: "buffered", whole_units: false, lands: Lands::Host, scatters: true });
     /// O_DIRECT: reads past the page cache.
-    pub const DIRECT: Lane = Lane { name: "direct", whole_units: true, lands: Lands::Host, scatters: false };
+    pub const DIRECT: Lane = Lane(&Declared { name: "direct", whole_units: true, lands: Lands::Host, scatters: false });
     /// Answers of a server.
-    pub const NETWORK: Lane = Lane { name: "network", whole_units: false, lands: Lands::Host, scatters: true };
+    pub const NETWORK: Lane =
+        Lane(&Declared { name: "network", whole_units: false, lands: Lands::Host, scatters: true });
     /// What another rank has read and sends.
-    pub const RANK: Lane = Lane { name: "rank", whole_units: false, lands: Lands::Host, scatters: true };
+    pub const RANK: Lane = Lane(&Declared { name: "rank", whole_units: false, lands: Lands::Host, scatters: true });
 
     /// The lanes of this crate's own stores, in the order of reports.
     pub const ALL: [Lane; 5] = [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::RANK];
 
+    /// The lane of a store.
+    pub const fn new(declared: &'static Declared) -> Lane {
+        Lane(declared)
+    }
+
     /// Whether its bytes come in a mapping of the file.
     pub fn is_mapping(self) -> bool {
         self.lands == Lands::Mapping
+    }
+}
+
+impl std::ops::Deref for Lane {
+    type Target = Declared;
+
+    fn deref(&self) -> &Declared {
+        self.0
     }
 }
 

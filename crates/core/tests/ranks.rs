@@ -414,7 +414,7 @@ fn ranks_that_read_for_themselves_exchange_the_rest_once_that_is_slower_than_exc
             let later = exchange.later.unwrap();
             assert_eq!((exchange.exchanged, later > together), (look < 3, look < 3), "look {look}: {exchange:?}");
             received += exchange.received;
-            useful += bytes_read(&report);
+            useful += bytes_read(report);
             useful -= report.unwanted.slack + report.unwanted.gap;
         }
         // What each rank has read for itself before it turned to exchange, and what of the rest one has read for all.

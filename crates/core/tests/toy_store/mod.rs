@@ -3,7 +3,7 @@
 #![allow(dead_code)]
 
 use penstock::error::{Error, ErrorKind, Result};
-use penstock::extent::{Lane, TakesSlab, Ticket};
+use penstock::extent::{Declared, Lands, Lane, TakesSlab, Ticket};
 use penstock::options::Io;
 use penstock::source::{Destination, Done, Progress, Read, Source};
 use penstock::store::{Facts, FsKind, Head, Location, Object, Objects, Store, Version};
@@ -21,7 +21,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The lane of this store: no code of the library knows its name.
-pub(crate) const TOY: Lane = Lane { name: "toy", ..Lane::NETWORK };
+pub(crate) const TOY: Lane =
+    Lane::new(&Declared { name: "toy", whole_units: false, lands: Lands::Host, scatters: true });
 
 /// What goes wrong with a read, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
