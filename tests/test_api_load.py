@@ -415,6 +415,12 @@ def test_values_that_make_no_sense_are_value_errors(opened, options):
         opened.load(options=options)
 
 
+def test_an_unknown_choice_lists_the_known_ones(opened):
+    with pytest.raises(ValueError, match='must be one of "auto", "mapped", "buffered"') as refused:
+        opened.load(options={"io": "aio"})
+    assert str(refused.value).count('"aio"') == 0
+
+
 def test_true_is_no_number(opened):
     with pytest.raises(TypeError, match="depth"):
         opened.load(options={"depth": True})

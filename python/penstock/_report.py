@@ -143,7 +143,8 @@ SOURCES = ("mapped", "buffered", "direct", "network", "rank")
 def sources_of(report: Report) -> dict[str, int]:
     """The bytes of a load by where they came from, extra ones included; of a save, by how they were written.
 
-    The lanes of the core, by their names. Bytes that a server sent twice, after a failed request, count twice.
+    The lanes of the core, by their names; those of other stores are ``network``. Bytes that a server sent twice count
+    twice.
     """
     found = dict.fromkeys(SOURCES, 0)
     if "file_bytes" in report:
@@ -151,7 +152,7 @@ def sources_of(report: Report) -> dict[str, int]:
         found["buffered"] = max(0, report["file_bytes"] - found["direct"])
         return found
     for lane, way in report.get("routes", {}).items():
-        found[lane] = found.get(lane, 0) + way["bytes"]
+        found[lane if lane in found else "network"] += way["bytes"]
     if network := report.get("network"):
         found["network"] = network["received_bytes"]
     return found

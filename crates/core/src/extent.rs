@@ -93,7 +93,7 @@ pub struct ByLane(Vec<(Lane, LaneTotals)>);
 impl ByLane {
     /// Adds an extent of `bytes` bytes.
     pub fn count(&mut self, lane: Lane, bytes: u64) {
-        let at = self.0.iter().position(|(known, _)| *known == lane).unwrap_or_else(|| {
+        let at = self.0.iter().position(|(known, _)| known.name == lane.name).unwrap_or_else(|| {
             self.0.push((lane, LaneTotals::default()));
             self.0.len() - 1
         });

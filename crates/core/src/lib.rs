@@ -15,11 +15,11 @@
 //! | open | [`mod@format`] | a [`Checkpoint`], validated as a whole before a byte is moved |
 //! | want | [`plan::want`] | [`Want`]s (whole tensors or hyper-rectangles of them) as runs of bytes |
 //! | lay out | [`plan::layout`] | a place in a block for every want; pure, so that every rank of a job gets the same |
-//! | schedule | [`plan::schedule`] | the extents to read, in order, each with its route and its pieces |
+//! | schedule | [`plan::schedule`] | the extents to read, in order, each with its lane and its pieces |
 //! | drive | [`load`] | a [`Load`]: a thread that sleeps while [`source`]s read and [`device`]s copy |
 //!
-//! The route of each extent (mapped, through the page cache, or past it) depends on the file system, on what is
-//! resident and on the [`Options`]. If the kernel refuses a route, another replaces it during the load, and the
+//! The lane of each extent (mapped, through the page cache, past it, from a server, from another rank) depends on the store, on
+//! what is resident and on the [`Options`]. If the kernel refuses a lane, another replaces it during the load, and the
 //! [`Report`] says so.
 //!
 //! This crate knows neither Python nor any tensor library. It hands out addresses and keeps the memory behind them

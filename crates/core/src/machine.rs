@@ -122,23 +122,41 @@ pub fn cgroup_memory_limit() -> Option<u64> {
 }
 
 fn cgroup_memory_left() -> Option<u64> {
-    cgroup_folders().into_iter().filter_map(|(dir, v2)| left(&dir, v2)).min()
+    cgroup_folders().into_iter().filter_map(|(dir, v2)| left(&dir, v2, &["inactive_file"])).min()
 }
 
-/// Bytes that one group leaves.
-fn left(dir: &std::path::Path, v2: bool) -> Option<u64> {
+/// Bytes of memory that this process can take before the kernel kills one: as [`memory_available`], but the kernel gives up
+/// pages of files that were read twice too.
+pub(crate) fn memory_before_a_kill() -> u64 {
+    let system = meminfo("MemAvailable:").unwrap_or(u64::MAX);
+    let left = |(dir, v2): (PathBuf, bool)| left(&dir, v2, &["inactive_file", "active_file"]);
+    cgroup_folders().into_iter().filter_map(left).min().map_or(system, |left| left.min(system))
+}
+
+/// Bytes that one group leaves, if these pages of its files are given up.
+fn left(dir: &std::path::Path, v2: bool, given_up: &[&str]) -> Option<u64> {
     // Above `memory.high` nothing is killed, but the kernel takes pages back and makes the processes wait. Kubernetes sets
     // it with its feature gate MemoryQoS. Version 1 has nothing like it.
     let high = if v2 { number(&dir.join("memory.high")) } else { None };
     let limit = limit(dir, v2).into_iter().chain(high).min()?;
     let used = number(&dir.join(if v2 { "memory.current" } else { "memory.usage_in_bytes" }))?;
-    // Inactive file pages count as used, but the kernel gives them up first.
-    let clean = fs::read_to_string(dir.join("memory.stat")).ok().and_then(|stat| {
-        stat.lines()
-            .find_map(|l| l.strip_prefix(if v2 { "inactive_file " } else { "total_inactive_file " }))
-            .and_then(|n| n.trim().parse::<u64>().ok())
-    });
-    Some(limit.saturating_sub(used.saturating_sub(clean.unwrap_or(0))))
+    // Pages of files count as used, but the kernel gives them up first.
+    let stat = fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+    let clean: u64 = given_up
+        .iter()
+        .filter_map(|name| {
+            let count = |l: &str| {
+                l.strip_prefix(if v2 { "" } else { "total_" })?
+                    .strip_prefix(name)?
+                    .strip_prefix(' ')?
+                    .trim()
+                    .parse::<u64>()
+                    .ok()
+            };
+            stat.lines().find_map(count)
+        })
+        .sum();
+    Some(limit.saturating_sub(used.saturating_sub(clean)))
 }
 
 fn limit(dir: &std::path::Path, v2: bool) -> Option<u64> {
@@ -228,7 +246,10 @@ mod tests {
             for (name, text) in files {
                 fs::write(folder.path().join(name), format!("{text}\n")).unwrap();
             }
-            assert_eq!((limit(folder.path(), true), left(folder.path(), true)), (limited, room), "{max} {high}");
+            let left = |given_up: &[&str]| left(folder.path(), true, given_up);
+            assert_eq!((limit(folder.path(), true), left(&["inactive_file"])), (limited, room), "{max} {high}");
+            let all = left(&["inactive_file", "active_file"]);
+            assert_eq!(all, if max == "1000" { Some(0) } else { room.map(|room| room + 200) }, "{max} {high}");
         }
     }
 

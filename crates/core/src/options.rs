@@ -254,7 +254,7 @@ pub struct Options {
     pub io: Io,
     /// What the load does to the page cache.
     pub cache: Cache,
-    /// Most bytes of staging memory (slabs) for this process. At least two extents.
+    /// Most bytes of staging memory (slabs) for this process. At least two extents. A load takes less where less is left.
     pub staging: u64,
     /// Most bytes of one extent: one I/O. A store may declare less.
     pub extent: u64,

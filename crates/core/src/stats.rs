@@ -146,7 +146,7 @@ pub struct Report {
     pub tensors: u64,
     /// By lane.
     pub routes: ByLane,
-    /// Extents that travelled by another route than planned: after a refusal, or as the pace of the storage decided.
+    /// Extents that came by another lane than planned: after a refusal, or as the pace of the storage decided.
     pub rerouted_extents: u64,
     /// Bytes that were read and that nobody wants.
     pub unwanted: Unwanted,

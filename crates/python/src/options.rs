@@ -63,7 +63,8 @@ fn names() -> impl Iterator<Item = &'static str> {
 ///   maps local files (with cache="bypass" only those that are resident).
 /// - window: the most bytes that a stream reads ahead of its consumer (default 1 GiB). A next tensor that is larger is
 ///   read alone.
-/// - staging: the most bytes of staging memory of this process (default 256 MiB).
+/// - staging: the most bytes of staging memory of this process (default 256 MiB). A load takes less where less
+///   memory is left.
 /// - threads: the number of threads that read through the page cache and copy; 0 (the default) adapts.
 /// - stall_timeout: seconds. If nothing moves for so long, reads count as hung, and the load fails (default 120).
 ///

@@ -51,6 +51,13 @@ impl Among {
         Ok(Among { rank, hosts, members, shares, peers })
     }
 
+    /// How many of the ranks are on this one's machine, itself included.
+    pub(super) fn on_this_machine(&self) -> u64 {
+        let mine = self.hosts.get(self.rank as usize);
+        let here = self.hosts.iter().filter(|host| Some(*host) == mine).count();
+        here.min(self.members).max(1) as u64
+    }
+
     /// The source of all files, which now brings what comes from other ranks too.
     pub(super) fn source(
         &self,

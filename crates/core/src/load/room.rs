@@ -1,50 +1,65 @@
 //! How much staging memory a load takes where memory is short, as in a pod. The kernel promises any amount, and kills a process
 //! that uses what its control group does not have.
 
+use crate::extent::{Extent, Landing};
 use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::is_resident;
+use crate::options::HUGE_PAGE;
 use crate::plan::strides::Foreign;
-use crate::staging::Ring;
 
 /// A load that can take no more new staging memory than this does not ask how much is left, which takes about 0.1 ms.
 const WORTH_ASKING: u64 = 16 << 20;
 /// How many pages of the caller's memory are looked at.
 const SAMPLES: u64 = 64;
 
-/// The staging memory that a load may take of `limit` bytes, and what its report says if that is less. `wanted`: bytes that
-/// come by way of slabs. `besides`: bytes of new memory that the load takes otherwise. `ranks`: how many processes load
-/// together, perhaps in one control group.
-pub(super) fn staging(
-    limit: u64,
-    wanted: u64,
+/// The staging memory that a load could use.
+pub(super) struct Slabs {
+    /// The most that it may take.
+    pub(super) limit: u64,
+    /// The most that its reads can fill.
+    pub(super) wanted: u64,
+    /// What the process has already.
+    pub(super) there: u64,
+    /// Whether only half of the limit is used: the pool of a load to a GPU.
+    pub(super) half: bool,
+    /// Processes that load together on this machine, perhaps in one control group.
+    pub(super) ranks: u64,
+}
+
+/// The limit of staging memory of a load, and what its report says if that is less than was allowed. `besides`: other new
+/// memory of the load, in bytes. `available`: what the process can take.
+pub(super) fn limit(
+    slabs: &Slabs,
     besides: impl FnOnce() -> u64,
-    ranks: u64,
     available: impl FnOnce() -> u64,
 ) -> (u64, Option<Fallback>) {
-    let there = Ring::process().staging().mapped;
-    let most = limit.min(wanted);
-    if most.saturating_sub(there) <= WORTH_ASKING {
-        return (limit, None);
+    let parts = if slabs.half { 2 } else { 1 };
+    let most = (slabs.limit / parts).min(slabs.wanted);
+    if most.saturating_sub(slabs.there) <= WORTH_ASKING {
+        return (slabs.limit, None);
     }
-    let (available, besides) = (available(), besides());
     // A quarter is for the rest of the program, the load's own threads, and reads under way through the page cache.
-    let room = available.saturating_sub(besides) / ranks.max(1) / 4 * 3;
-    let fits = there.saturating_add(room);
+    let room = (available() / slabs.ranks.max(1)).saturating_sub(besides()) / 4 * 3;
+    let fits = slabs.there.saturating_add(room);
     if fits >= most {
-        return (limit, None);
+        return (slabs.limit, None);
     }
-    let reason = format!(
-        "the process can take {available} bytes of memory, and the load takes {besides} besides: of `staging` ({limit} bytes) it \
-         uses {fits}"
-    );
-    (fits, Some(Fallback { from: "staging memory", to: "less of it", reason }))
+    // Without numbers: loads one after the other say the same.
+    let reason = "less memory is left than `staging` and the load's own memory take".to_owned();
+    (fits.saturating_mul(parts), Some(Fallback { from: "staging memory", to: "less of it", reason }))
+}
+
+/// The most memory that reads into slabs can fill. Memory comes in huge pages, however short a read is.
+pub(super) fn wanted(extents: &[Extent]) -> u64 {
+    let in_slabs = extents.iter().filter(|e| e.landing == Landing::Slab);
+    in_slabs.map(|e| e.len.next_multiple_of(HUGE_PAGE)).sum()
 }
 
 /// Bytes of the caller's memory that have no page yet, as some of them tell.
 pub(super) fn without_pages(tensors: &[Foreign]) -> u64 {
-    let total: u64 = tensors.iter().map(|t| t.nbytes).sum();
-    let step = (total / SAMPLES).max(machine::page_size());
+    let spanned: u64 = tensors.iter().map(|t| t.nbytes).sum();
+    let step = (spanned / SAMPLES).max(machine::page_size());
     let (mut looked_at, mut without) = (0u64, 0u64);
     // Where the next page to look at lies, counted from the start of the tensor at hand.
     let mut next = step / 2;
@@ -56,13 +71,17 @@ pub(super) fn without_pages(tensors: &[Foreign]) -> u64 {
         }
         next -= tensor.nbytes;
     }
-    // As a share in whole numbers: total x without does not fit 64 bits for some memories.
-    (u128::from(total) * u128::from(without) / u128::from(looked_at.max(1))) as u64
+    // Views of one tensor may lie between each other: each spans more than its own bytes.
+    let own: u64 = tensors.iter().map(own_bytes).sum();
+    (u128::from(own) * u128::from(without) / u128::from(looked_at.max(1))) as u64
 }
 
-/// What this process can still take.
-pub(super) fn available() -> u64 {
-    machine::memory_available()
+/// Bytes of the elements, as far as their distances tell: at most one element from one to the next.
+fn own_bytes(tensor: &Foreign) -> u64 {
+    let Some(dims) = &tensor.dims else { return tensor.nbytes };
+    let elements: u64 = dims.iter().map(|(count, _)| *count).product();
+    let element = dims.iter().filter(|(count, _)| *count > 1).map(|(_, stride)| *stride).min();
+    tensor.nbytes.min(element.map_or(tensor.nbytes, |bytes| elements.saturating_mul(bytes)))
 }
 
 #[cfg(test)]
@@ -71,44 +90,57 @@ mod tests {
     use crate::memory::Anonymous;
 
     const MIB: u64 = 1 << 20;
+    /// Staging as by default for a load of 400 MB.
+    const SLABS: Slabs = Slabs { limit: 256 * MIB, wanted: 400 * MIB, there: 0, half: false, ranks: 1 };
 
-    fn asked(limit: u64, wanted: u64, besides: u64, ranks: u64, available: u64) -> (u64, Option<String>) {
-        let (staging, fallback) = staging(limit * MIB, wanted * MIB, || besides * MIB, ranks, || available * MIB);
-        (staging / MIB, fallback.map(|f| f.reason))
+    fn asked(slabs: &Slabs, besides: u64, available: u64) -> (u64, bool) {
+        let (staging, fallback) = limit(slabs, || besides * MIB, || available * MIB);
+        (staging / MIB, fallback.is_some())
     }
 
     #[test]
     fn staging_memory_is_what_fits_besides_the_load() {
-        // Slabs of other tests in this process count as there.
-        let there = Ring::process().staging().mapped / MIB;
-        assert_eq!(asked(256, 4000, 4000, 1, 8000), (256, None));
-        let (less, reason) = asked(256, 400, 400, 1, 500);
-        assert!((75..=75 + there + 64).contains(&less), "{less}");
-        assert!(reason.unwrap().contains(&format!("takes {} besides", 400 * MIB)));
-        let (shared, _) = asked(256, 400, 400, 4, 500);
-        assert!(shared < less, "{shared}");
+        assert_eq!(asked(&SLABS, 4000, 8000), (256, false));
+        assert_eq!(asked(&SLABS, 400, 500), (75, true));
+        assert_eq!(asked(&Slabs { there: 64 * MIB, ..SLABS }, 400, 500), (139, true));
         // Nothing is left: only slabs that are there, and the two that are always granted.
-        assert!(asked(256, 400, 400, 1, 300).0 <= there + 64);
+        assert_eq!(asked(&SLABS, 400, 300), (0, true));
+        // What the reads cannot fill need not fit.
+        assert_eq!(asked(&Slabs { wanted: 60 * MIB, ..SLABS }, 400, 500), (256, false));
+        // Each rank has its part, and its own memory.
+        assert_eq!(asked(&Slabs { ranks: 4, ..SLABS }, 400, 2000), (75, true));
+        assert_eq!(asked(&Slabs { ranks: 4, ..SLABS }, 400, 3000), (256, false));
+        // A load to a GPU uses half of its limit.
+        assert_eq!(asked(&Slabs { half: true, ..SLABS }, 0, 200), (256, false));
+        assert_eq!(asked(&Slabs { half: true, ..SLABS }, 0, 100), (150, true));
     }
 
     #[test]
     fn a_load_that_takes_little_does_not_ask() {
         let never = || -> u64 { panic!("asked") };
-        assert_eq!(staging(256 * MIB, 16 * MIB, never, 1, never), (256 * MIB, None));
+        assert_eq!(limit(&Slabs { wanted: 16 * MIB, ..SLABS }, never, never), (256 * MIB, None));
+        assert_eq!(limit(&Slabs { there: 250 * MIB, ..SLABS }, never, never), (256 * MIB, None));
     }
 
     #[test]
     fn pages_that_are_missing_are_estimated() {
         let memory = Anonymous::new(64 * MIB).unwrap();
-        let tensors: Vec<_> = (0..8).map(|i| Foreign::contiguous(memory.at() as u64 + i * 8 * MIB, 8 * MIB)).collect();
+        let at = memory.at() as u64;
+        let tensors: Vec<_> = (0..8).map(|i| Foreign::contiguous(at + i * 8 * MIB, 8 * MIB)).collect();
         assert_eq!(without_pages(&tensors), 64 * MIB);
         // SAFETY: the first half of this test's own memory.
         unsafe { memory.at().write_bytes(1, 32 * MIB as usize) };
         assert_eq!(without_pages(&tensors), 32 * MIB);
         assert_eq!(without_pages(&tensors[..4]), 0);
         assert_eq!(without_pages(&[]), 0);
-        // Tensors smaller than the distance of two looks.
-        let small: Vec<_> = (0..8192).map(|i| Foreign::contiguous(memory.at() as u64 + i * 8192, 5)).collect();
-        assert!((15_000..25_000).contains(&without_pages(&small)), "{}", without_pages(&small));
+        // Tensors smaller than the distance of two looks: of 512 KiB half.
+        let small: Vec<_> = (0..8192).map(|i| Foreign::contiguous(at + i * 8192, 64)).collect();
+        assert!((200 << 10..=320 << 10).contains(&without_pages(&small)), "{}", without_pages(&small));
+        // Columns of one matrix of 1024 rows of 32 KiB, without pages: together they are the matrix.
+        let column = |i: u64| Foreign {
+            dims: Some([(1024, 32 << 10), (1024, 4)].into()),
+            ..Foreign::contiguous(at + 32 * MIB + i * 4096, 1023 * (32 << 10) + 4096)
+        };
+        assert_eq!(without_pages(&(0..8).map(column).collect::<Vec<_>>()), 32 * MIB);
     }
 }

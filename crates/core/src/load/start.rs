@@ -194,7 +194,6 @@ fn assemble(
         (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
         _ => None,
     };
-    let in_slabs: u64 = schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(|e| e.len).sum();
     let besides = || match (&memory, at) {
         (Memory::Into { tensors, .. }, Where::Cpu) => room::without_pages(tensors),
         (Memory::Ours, Where::Cpu) => {
@@ -207,8 +206,14 @@ fn assemble(
         }
         _ => 0,
     };
-    let ranks = among.as_ref().map_or(1, |among| among.members as u64);
-    let (staging, less) = room::staging(options.staging, in_slabs, besides, ranks, room::available);
+    let slabs = room::Slabs {
+        limit: options.staging,
+        wanted: room::wanted(&schedule.extents),
+        there: Ring::process().staging().mapped,
+        half: matches!(at, Where::Gpu(_)),
+        ranks: among.as_ref().map_or(1, Among::on_this_machine),
+    };
+    let (staging, less) = room::limit(&slabs, besides, machine::memory_before_a_kill);
     plan.report.fallbacks.extend(less);
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);

@@ -88,7 +88,7 @@ pub struct Read {
     pub len: u64,
     /// Bytes that must arrive; fewer is an error of kind `Truncated`.
     pub need: u64,
-    /// The route that it should travel.
+    /// The lane by which it should come.
     pub route: Lane,
     /// Where its bytes arrive.
     pub into: Destination,
@@ -146,7 +146,7 @@ pub struct Done {
     pub ticket: Ticket,
     /// Bytes that arrived, at least the read's `need`; otherwise the error.
     pub result: Result<u64, Error>,
-    /// The route it travelled in the end.
+    /// The lane by which it came in the end.
     pub route: Lane,
     /// Bytes from the first on that were written to their place, or may have been: of a read that failed, those that had
     /// arrived, and what a call of the kernel that failed may have written without saying so.
