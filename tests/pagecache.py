@@ -11,6 +11,7 @@ import ctypes
 import gc
 import mmap
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Iterable
@@ -197,6 +198,33 @@ def disk_bytes_of_process() -> int:
         if line.startswith("read_bytes:"):
             return int(line.split()[1])
     raise AssertionError("/proc/self/io has no read_bytes")
+
+
+class FromDisk:
+    """What this process reads from block devices within a ``with`` block."""
+
+    nbytes = 0
+    #: Faults for which the kernel read pages of a mapped file.
+    faults = 0
+
+    def __enter__(self) -> FromDisk:
+        self._before = disk_bytes_of_process(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        nbytes, faults = disk_bytes_of_process(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        self.nbytes, self.faults = nbytes - self._before[0], faults - self._before[1]
+
+    def check(self, nbytes: int, *, mapped: bool) -> None:
+        """Asserts that it was so many bytes.
+
+        Raises:
+            NotQuiet: a page of the program was read, which the kernel had given up. Reads of files make no faults;
+                with ``mapped`` bytes that is not known.
+        """
+        if self.nbytes != nbytes and self.faults and not mapped:
+            raise NotQuiet(f"{self.faults} pages of the program were given up and came from the disk")
+        assert self.nbytes == nbytes
 
 
 def disk_bytes_of_device(path: str | os.PathLike[str]) -> int:

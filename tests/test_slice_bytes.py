@@ -210,9 +210,8 @@ def test_a_slice_reads_from_disk_what_it_needs_and_nothing_else(cut: Model, name
         file.get_slice(wanted.tensor)[wanted.index]
     with penstock.safe_open(path, options=way.options) as file:
         pagecache.evict(path)
-        before = pagecache.disk_bytes_of_process()
-        tensor = file.get_slice(wanted.tensor)[wanted.index]
-        from_disk = pagecache.disk_bytes_of_process() - before
+        with pagecache.FromDisk() as from_disk:
+            tensor = file.get_slice(wanted.tensor)[wanted.index]
         report = file._checkpoint.last_report
         filled(report)
     pages = set(np.flatnonzero(pagecache.resident(path)).tolist())
@@ -220,7 +219,7 @@ def test_a_slice_reads_from_disk_what_it_needs_and_nothing_else(cut: Model, name
     if expected.nbytes:
         check_report(report, expected)
     touched = pages_of(expected.planned)
-    assert from_disk == len(touched) * PAGE
+    from_disk.check(len(touched) * PAGE, mapped=expected.route == "mapped")
     assert pages == (set() if expected.route == "direct" else touched)
     check_values(tensor, cut, wanted)
 
@@ -233,14 +232,14 @@ def test_a_load_of_slices_reads_the_same(cut: Model, name: str, way: Way) -> Non
     checkpoint = penstock.open(path)
     pagecache.warm(path)
     expected = has_to_read(cut, wanted, way, warm=True)
-    before = pagecache.disk_bytes_of_process()
-    tensors = checkpoint.load(
-        names=[wanted.tensor], slices={wanted.tensor: wanted.index}, options=way.options, progress=False
-    )
-    from_disk = pagecache.disk_bytes_of_process() - before
+    with pagecache.FromDisk() as from_disk:
+        tensors = checkpoint.load(
+            names=[wanted.tensor], slices={wanted.tensor: wanted.index}, options=way.options, progress=False
+        )
     by_rows = expected.route == "buffered" and len(expected.wanted) > 1
     (check_rows if by_rows else check_report)(checkpoint.last_report, expected)
-    assert from_disk == (len(pages_of(expected.planned)) * PAGE if expected.route == "direct" else 0)
+    nbytes = len(pages_of(expected.planned)) * PAGE if expected.route == "direct" else 0
+    from_disk.check(nbytes, mapped=expected.route == "mapped")
     check_values(tensors[wanted.tensor], cut, wanted)
 
 
@@ -249,18 +248,17 @@ def test_a_load_of_slices_reads_the_same(cut: Model, name: str, way: Way) -> Non
 def test_gaps_are_read_up_to_the_limit_that_is_set(cut: Model, io: str, gap: int) -> None:
     [path] = cut.files
     way = Way(io, "auto", None)
-    for name, wanted in CUTS.items():
+    for wanted in CUTS.values():
         with penstock.safe_open(path, options={**way.options, "gap": gap}) as file:
             pagecache.evict(path)
-            before = pagecache.disk_bytes_of_process()
-            tensor = file.get_slice(wanted.tensor)[wanted.index]
-            from_disk = pagecache.disk_bytes_of_process() - before
+            with pagecache.FromDisk() as from_disk:
+                tensor = file.get_slice(wanted.tensor)[wanted.index]
             report = file._checkpoint.last_report
             filled(report)
         expected = has_to_read(cut, wanted, way, gap=gap)
         if expected.nbytes:
             check_report(report, expected)
-        assert from_disk == len(pages_of(expected.planned)) * PAGE, name
+        from_disk.check(len(pages_of(expected.planned)) * PAGE, mapped=expected.route == "mapped")
         check_values(tensor, cut, wanted)
         del tensor  # a mapping keeps its pages
 
@@ -302,12 +300,13 @@ def test_several_slices_of_one_tensor_share_the_reads_of_their_pages(cut: Model)
         assert len(expected.planned) == 3
         with penstock.safe_open(path, options=way.options) as file:
             pagecache.evict(path)
-            before = pagecache.disk_bytes_of_process()
-            tensor = file.get_slice("narrow")[rows]
-            from_disk = pagecache.disk_bytes_of_process() - before
+            with pagecache.FromDisk() as from_disk:
+                tensor = file.get_slice("narrow")[rows]
             check_report(file._checkpoint.last_report, expected)
             filled(file._checkpoint.last_report)
-        assert from_disk == len(pages_of(expected.planned)) * PAGE <= 4 * PAGE
+        nbytes = len(pages_of(expected.planned)) * PAGE
+        assert nbytes <= 4 * PAGE
+        from_disk.check(nbytes, mapped=expected.route == "mapped")
         assert raw(tensor) == cut.elements_of("narrow")[rows].tobytes()
     assert entry.shape == (4096, 96)
 
