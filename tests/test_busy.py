@@ -82,8 +82,15 @@ def test_it_ends_however_it_ends(tmp_path: Path, how: signal.Signals | None) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["tool"]
 
 
+@pytest.mark.parametrize("seconds", [0, 1], ids=["at once", "slow to start"])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, None], ids=str)
-def test_what_the_command_has_started_ends_with_the_tool(tmp_path: Path, how: signal.Signals | None) -> None:
+def test_what_the_command_has_started_ends_with_the_tool(
+    tmp_path: Path, how: signal.Signals | None, seconds: float
+) -> None:
+    # On a busy machine the command runs before the tool knows that it does
+    text, call = TOOL.read_text(), "start_new_session=True)"
+    assert text.count(call) == 1
+    TOOL.write_text(text.replace(call, f"{call}; time.sleep({seconds})"))
     program = "import os, subprocess, sys\nchild = subprocess.Popen(['sleep', '600'])\nprint(child.pid, flush=True)\n"
     program += "child.wait()\n" if how else "os._exit(7)\n"
     command = [sys.executable, TOOL, "--folder", tmp_path, "--available", str(1 << 60), "--"]

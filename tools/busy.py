@@ -134,14 +134,37 @@ def busy(folder: Path, most: int) -> Iterator[None]:
             os.waitpid(child, 0)
 
 
-def run(command: list[str], environment: dict[str, str], limit: float) -> int:
+class Ending:
+    """Exits at a signal, but not while a command is being started: nobody would end it."""
+
+    def __init__(self) -> None:
+        self.starting = False
+        self._status: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, _frame: object) -> None:
+        self._status = 128 + number
+        if not self.starting:
+            sys.exit(self._status)
+
+    def started(self) -> None:
+        """Exits if a signal has come meanwhile."""
+        self.starting = False
+        if self._status is not None:
+            sys.exit(self._status)
+
+
+def run(command: list[str], environment: dict[str, str], limit: float, ending: Ending) -> int:
     """Runs a command in a session of its own. Then ends every process of its group that still runs.
 
     Raises:
         subprocess.TimeoutExpired: It took longer than `limit` seconds.
     """
+    ending.starting = True
     child = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
+        ending.started()
         return child.wait(limit)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -164,12 +187,11 @@ def main() -> int:
     )
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    ending = Ending()
     told = os.environ | {VARIABLE: " ".join(f"{resource}=100" for resource in RESOURCES)}
     with busy(arguments.folder, int(arguments.available)):
         try:
-            return run(arguments.command, told, arguments.limit)
+            return run(arguments.command, told, arguments.limit, ending)
         except subprocess.TimeoutExpired:
             return 124
 
