@@ -14,7 +14,7 @@ const WORTH_ASKING: u64 = 16 << 20;
 const SAMPLES: u64 = 64;
 
 /// The staging memory that a load could use.
-pub(super) struct Slabs {
+pub(super) struct SlabDemand {
     /// The most that it may take.
     pub(super) limit: u64,
     /// The most that its reads can fill.
@@ -30,7 +30,7 @@ pub(super) struct Slabs {
 /// The limit of staging memory of a load, and what its report says if that is less than was allowed. `besides`: other new
 /// memory of the load, in bytes. `available`: what the process can take.
 pub(super) fn limit(
-    slabs: &Slabs,
+    slabs: &SlabDemand,
     besides: impl FnOnce() -> u64,
     available: impl FnOnce() -> u64,
 ) -> (u64, Option<Fallback>) {
@@ -91,35 +91,35 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
     /// Staging as by default for a load of 400 MB.
-    const SLABS: Slabs = Slabs { limit: 256 * MIB, wanted: 400 * MIB, there: 0, half: false, ranks: 1 };
+    const DEMAND: SlabDemand = SlabDemand { limit: 256 * MIB, wanted: 400 * MIB, there: 0, half: false, ranks: 1 };
 
-    fn asked(slabs: &Slabs, besides: u64, available: u64) -> (u64, bool) {
+    fn asked(slabs: &SlabDemand, besides: u64, available: u64) -> (u64, bool) {
         let (staging, fallback) = limit(slabs, || besides * MIB, || available * MIB);
         (staging / MIB, fallback.is_some())
     }
 
     #[test]
     fn staging_memory_is_what_fits_besides_the_load() {
-        assert_eq!(asked(&SLABS, 4000, 8000), (256, false));
-        assert_eq!(asked(&SLABS, 400, 500), (75, true));
-        assert_eq!(asked(&Slabs { there: 64 * MIB, ..SLABS }, 400, 500), (139, true));
+        assert_eq!(asked(&DEMAND, 4000, 8000), (256, false));
+        assert_eq!(asked(&DEMAND, 400, 500), (75, true));
+        assert_eq!(asked(&SlabDemand { there: 64 * MIB, ..DEMAND }, 400, 500), (139, true));
         // Nothing is left: only slabs that are there, and the two that are always granted.
-        assert_eq!(asked(&SLABS, 400, 300), (0, true));
+        assert_eq!(asked(&DEMAND, 400, 300), (0, true));
         // What the reads cannot fill need not fit.
-        assert_eq!(asked(&Slabs { wanted: 60 * MIB, ..SLABS }, 400, 500), (256, false));
+        assert_eq!(asked(&SlabDemand { wanted: 60 * MIB, ..DEMAND }, 400, 500), (256, false));
         // Each rank has its part, and its own memory.
-        assert_eq!(asked(&Slabs { ranks: 4, ..SLABS }, 400, 2000), (75, true));
-        assert_eq!(asked(&Slabs { ranks: 4, ..SLABS }, 400, 3000), (256, false));
+        assert_eq!(asked(&SlabDemand { ranks: 4, ..DEMAND }, 400, 2000), (75, true));
+        assert_eq!(asked(&SlabDemand { ranks: 4, ..DEMAND }, 400, 3000), (256, false));
         // A load to a GPU uses half of its limit.
-        assert_eq!(asked(&Slabs { half: true, ..SLABS }, 0, 200), (256, false));
-        assert_eq!(asked(&Slabs { half: true, ..SLABS }, 0, 100), (150, true));
+        assert_eq!(asked(&SlabDemand { half: true, ..DEMAND }, 0, 200), (256, false));
+        assert_eq!(asked(&SlabDemand { half: true, ..DEMAND }, 0, 100), (150, true));
     }
 
     #[test]
     fn a_load_that_takes_little_does_not_ask() {
         let never = || -> u64 { panic!("asked") };
-        assert_eq!(limit(&Slabs { wanted: 16 * MIB, ..SLABS }, never, never), (256 * MIB, None));
-        assert_eq!(limit(&Slabs { there: 250 * MIB, ..SLABS }, never, never), (256 * MIB, None));
+        assert_eq!(limit(&SlabDemand { wanted: 16 * MIB, ..DEMAND }, never, never), (256 * MIB, None));
+        assert_eq!(limit(&SlabDemand { there: 250 * MIB, ..DEMAND }, never, never), (256 * MIB, None));
     }
 
     #[test]

@@ -206,7 +206,7 @@ fn assemble(
         }
         _ => 0,
     };
-    let slabs = room::Slabs {
+    let slabs = room::SlabDemand {
         limit: options.staging,
         wanted: room::wanted(&schedule.extents),
         there: Ring::process().staging().mapped,
