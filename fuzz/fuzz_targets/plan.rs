@@ -102,6 +102,7 @@ fuzz_target!(|bytes: &[u8]| {
         in_part: false,
         cold: route(input.below(2)),
         warm: route(input.below(2)),
+        parts: Lane::BUFFERED,
         through: if input.below(4) == 0 { Through::HugePages } else { Through::Ahead },
     };
     let direct_align = [None, Some(512), Some(4096)][input.below(3) as usize];

@@ -16,12 +16,11 @@ pub struct Lane(&'static Declared);
 pub struct Declared {
     /// As reports and traces spell it.
     pub name: &'static str,
-    /// Whether reads begin and end at whole units of the file: pages, or the alignment that O_DIRECT asks for. Then they
-    /// bring more bytes than are wanted.
+    /// Reads begin and end at whole units of the file: pages, or the alignment of O_DIRECT. They bring extra bytes.
     pub whole_units: bool,
     /// Where its bytes can arrive.
     pub lands: Lands,
-    /// Whether one read can bring bytes to several places in memory.
+    /// One read can bring bytes to several places in memory.
     pub scatters: bool,
 }
 
@@ -46,7 +45,7 @@ impl Lane {
     /// Answers of a server.
     pub const NETWORK: Lane =
         Lane(&Declared { name: "network", whole_units: false, lands: Lands::Host, scatters: true });
-    /// What another rank has read and sends.
+    /// Bytes that another rank has read and sends.
     pub const RANK: Lane = Lane(&Declared { name: "rank", whole_units: false, lands: Lands::Host, scatters: true });
 
     /// The lanes of this crate's own stores, in the order of reports.
@@ -57,7 +56,7 @@ impl Lane {
         Lane(declared)
     }
 
-    /// Whether its bytes come in a mapping of the file.
+    /// The bytes come in a mapping of the file.
     pub fn is_mapping(self) -> bool {
         self.lands == Lands::Mapping
     }

@@ -20,7 +20,7 @@ const LONGEST: Duration = Duration::from_secs(86_400);
 /// later.
 ///
 /// # Errors
-/// Those of [`Leased::settle`]: a page of a leased mapping cannot become private.
+/// A page of a leased mapping cannot become private: the errors of [`Leased::settle`].
 pub fn quiesce(reason: &str, patience: Duration) -> Result<u64> {
     let until = Instant::now() + patience.min(LONGEST);
     let left = || until.saturating_duration_since(Instant::now());

@@ -15,20 +15,20 @@ const SAMPLES: u64 = 64;
 
 /// The staging memory that a load could use.
 pub(super) struct SlabDemand {
-    /// The most that it may take.
+    /// The most bytes that it may take.
     pub(super) limit: u64,
-    /// The most that its reads can fill.
+    /// The most bytes that its reads can fill.
     pub(super) wanted: u64,
-    /// What the process has already.
+    /// Bytes of the slabs that the process has already.
     pub(super) there: u64,
-    /// Whether only half of the limit is used: the pool of a load to a GPU.
+    /// A load to a GPU: its pool of slabs is half of the limit.
     pub(super) half: bool,
     /// Processes that load together on this machine, perhaps in one control group.
     pub(super) ranks: u64,
 }
 
-/// The limit of staging memory of a load, and what its report says if that is less than was allowed. `besides`: other new
-/// memory of the load, in bytes. `available`: what the process can take.
+/// The limit of staging memory of a load, and a note for its report if that is less than it may take. `besides`: bytes of
+/// other new memory of the load. `available`: bytes that the process can take.
 pub(super) fn limit(
     slabs: &SlabDemand,
     besides: impl FnOnce() -> u64,
@@ -56,7 +56,7 @@ pub(super) fn wanted(extents: &[Extent]) -> u64 {
     in_slabs.map(|e| e.len.next_multiple_of(HUGE_PAGE)).sum()
 }
 
-/// Bytes of the caller's memory that have no page yet, as some of them tell.
+/// An estimate of the caller's memory that has no page yet, in bytes: a sample of its pages is looked at.
 pub(super) fn without_pages(tensors: &[Foreign]) -> u64 {
     let spanned: u64 = tensors.iter().map(|t| t.nbytes).sum();
     let step = (spanned / SAMPLES).max(machine::page_size());
@@ -76,7 +76,7 @@ pub(super) fn without_pages(tensors: &[Foreign]) -> u64 {
     (u128::from(own) * u128::from(without) / u128::from(looked_at.max(1))) as u64
 }
 
-/// Bytes of the elements, as far as their distances tell: at most one element from one to the next.
+/// Bytes of the tensor's elements. The least distance between two of them stands for the size of one.
 fn own_bytes(tensor: &Foreign) -> u64 {
     let Some(dims) = &tensor.dims else { return tensor.nbytes };
     let elements: u64 = dims.iter().map(|(count, _)| *count).product();

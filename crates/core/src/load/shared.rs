@@ -34,8 +34,8 @@ pub(super) struct Shared {
     pub(super) inbox: Inbox,
 }
 
-/// What wakes the engine thread for a message. It has a descriptor until the load has ended: an owner may keep an ended
-/// load for as long as its process lives.
+/// The wake-up of the engine thread for a message. Its descriptor is closed when the load has ended, because an owner may
+/// keep an ended load as long as the process lives.
 pub(super) struct Inbox(Mutex<Option<Arc<Wake>>>);
 
 impl Inbox {
