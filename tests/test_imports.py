@@ -140,8 +140,9 @@ REMOTE_FLOORS = [
     ["http"],
     ["transfer", "auth", "pages.rs"],
     ["listing.rs"],
-    ["aws", "gcp", "azure"],
+    ["aws", "gcp", "azure", "toy"],
     ["settings.rs", "source.rs", "look.rs", "whole.rs"],
+    ["provider.rs"],
     ["mod.rs"],
 ]
 

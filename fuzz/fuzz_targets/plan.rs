@@ -89,7 +89,7 @@ fuzz_target!(|bytes: &[u8]| {
         }
         from = end.max(start) + 1;
     }
-    let route = |n| if n == 0 { Lane::BUFFERED } else { Lane::DIRECT };
+    let lane = |n| if n == 0 { Lane::BUFFERED } else { Lane::DIRECT };
     let limits = Limits {
         extent: 4096 * (1 + input.below(16)),
         gap,
@@ -98,17 +98,17 @@ fuzz_target!(|bytes: &[u8]| {
         window: (input.below(4) == 0).then_some(input.below(1 << 20)),
     };
     let way = Way {
-        mapped: matches!(target, Target::Cpu { .. }) && input.below(2) == 0,
+        mapping: (matches!(target, Target::Cpu { .. }) && input.below(2) == 0).then_some(Lane::MAPPED),
         in_part: false,
-        cold: route(input.below(2)),
-        warm: route(input.below(2)),
+        cold: lane(input.below(2)),
+        warm: lane(input.below(2)),
         parts: Lane::BUFFERED,
         through: if input.below(4) == 0 { Through::HugePages } else { Through::Ahead },
     };
-    let direct_align = [None, Some(512), Some(4096)][input.below(3) as usize];
+    let unit = [None, Some(512), Some(4096)][input.below(3) as usize];
     let extent = (input.below(4) == 0).then(|| (4096u64 << input.below(5)).min(limits.extent));
     let gap = (input.below(4) == 0).then(|| input.below(70_000));
-    let files = [FileTraits { direct_align, resident, way, extent, gap, ..FileTraits::default() }];
+    let files = [FileTraits { unit, resident, way, extent, gap, ..FileTraits::default() }];
     let schedule = Schedule::new(&checkpoint, &layout, &files, &limits);
 
     let mut blocks: Vec<Vec<u8>> = layout.blocks.iter().map(|b| vec![0; b.nbytes as usize]).collect();

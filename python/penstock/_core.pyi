@@ -50,6 +50,7 @@ __all__ = [
     "stall_timeout",
     "stop_fills",
     "stop_reading_ahead",
+    "schemes",
     "storage_defaults",
     "storage_settings",
     "traffic",
@@ -248,6 +249,9 @@ def contents(
 
 def proxy(address: str, storage: Storage | None = None) -> tuple[str, str | None] | None:
     """Host and port of the proxy for an address, and the value of Proxy-Authorization."""
+
+def schemes() -> list[str]:
+    """The schemes of all addresses that there is a store for, in small letters."""
 
 def storage_defaults() -> dict[str, int]:
     """Values of the settings of `penstock.Storage` that have a default."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+from . import _core
 from ._errors import ArgumentTypeError, InvalidError, SchemeError
 
 # RFC 3986, section 3.1
@@ -12,18 +13,11 @@ _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
 # What pathlib makes of one: it takes two slashes for one. Schemes of one letter would be drives
 _COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 
-# Addresses that the core has a store for
-_WEB = re.compile(r"(https?|s3|gs|az)://", re.IGNORECASE)
 # A name and a password before the host; the query or the fragment behind the path
 _SECRET = re.compile(r"(?i)(https?:/{1,2})(?:[^/\s'\"@]*@[^\s'\"]*|([^\s'\"?#]*)[?#][^\s'\"]*)")
 
 _OPENED = "web addresses are understood only where a checkpoint is opened or loaded, as strings"
 _ADVICE = {
-    "http": _OPENED,
-    "https": _OPENED,
-    "s3": _OPENED,
-    "gs": _OPENED,
-    "az": _OPENED,
     "file": "give the path without file://",
     "hf": "hf:// is understood only where a checkpoint is opened, as one string",
 }
@@ -33,7 +27,13 @@ _WRITTEN = "upload is not supported: give a path of this machine, and copy the f
 
 def is_web(path: object) -> bool:
     """Whether this is the address of something on a web server or in an object store."""
-    return isinstance(path, str) and _WEB.match(path) is not None
+    found = re.match(_SCHEME, path) if isinstance(path, str) else None
+    return found is not None and _has_store(found[1])
+
+
+def _has_store(scheme: str) -> bool:
+    """Whether the core has a store for addresses of this scheme."""
+    return scheme.lower() in _core.schemes()
 
 
 def without_secrets(text: str) -> str:
@@ -76,6 +76,8 @@ def local_path(path: str | os.PathLike[str], argument: str, *, written: bool = F
         return text
     text = without_secrets(text)
     rest, advice = text[found.end() :].lstrip("/"), _ADVICE.get(found[1].lower(), _ELSE)
+    if _has_store(found[1]):
+        advice = _OPENED
     here = " here" if advice is _OPENED else ""
     if written and advice in (_OPENED, _ELSE):
         advice = _WRITTEN

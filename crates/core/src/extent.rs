@@ -22,6 +22,18 @@ pub struct Declared {
     pub lands: Lands,
     /// One read can bring bytes to several places in memory.
     pub scatters: bool,
+    /// When the slab of a read that lands in one is taken.
+    pub staging: TakesSlab,
+    /// The lane of a read that this one refuses: it lands in the same place. `None`: such a read has failed.
+    pub refused: Option<Lane>,
+}
+
+impl Declared {
+    /// Reads of any length into memory of this process, from a store that answers at once. A read that it refuses has failed.
+    pub const fn named(name: &'static str) -> Declared {
+        let (lands, staging) = (Lands::Host, TakesSlab::AtRequest);
+        Declared { name, whole_units: false, lands, scatters: true, staging, refused: None }
+    }
 }
 
 /// Where the bytes of a lane can arrive.
@@ -31,22 +43,28 @@ pub enum Lands {
     Mapping,
     /// In memory of this process.
     Host,
+    /// In memory of a device: the source writes there itself, to several places with one read. It is told the fence of each
+    /// allocation before that ([`Source::wait_for`](crate::source::Source::wait_for)).
+    Device,
 }
 
 impl Lane {
     /// Pages of a file are mapped, and populated in place.
     pub const MAPPED: Lane =
-        Lane(&Declared { name: "mapped", whole_units: true, lands: Lands::Mapping, scatters: false });
+        Lane(&Declared { whole_units: true, lands: Lands::Mapping, scatters: false, ..Declared::named("mapped") });
     /// Reads through the page cache.
-    pub const BUFFERED: Lane =
-        Lane(&Declared { name: "buffered", whole_units: false, lands: Lands::Host, scatters: true });
+    pub const BUFFERED: Lane = Lane(&Declared::named("buffered"));
     /// O_DIRECT: reads past the page cache.
-    pub const DIRECT: Lane = Lane(&Declared { name: "direct", whole_units: true, lands: Lands::Host, scatters: false });
+    pub const DIRECT: Lane = Lane(&Declared {
+        whole_units: true,
+        scatters: false,
+        refused: Some(Lane::BUFFERED),
+        ..Declared::named("direct")
+    });
     /// Answers of a server.
-    pub const NETWORK: Lane =
-        Lane(&Declared { name: "network", whole_units: false, lands: Lands::Host, scatters: true });
+    pub const NETWORK: Lane = Lane(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("network") });
     /// Bytes that another rank has read and sends.
-    pub const RANK: Lane = Lane(&Declared { name: "rank", whole_units: false, lands: Lands::Host, scatters: true });
+    pub const RANK: Lane = Lane(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("rank") });
 
     /// The lanes of this crate's own stores, in the order of reports.
     pub const ALL: [Lane; 5] = [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::RANK];
@@ -59,6 +77,38 @@ impl Lane {
     /// The bytes come in a mapping of the file.
     pub fn is_mapping(self) -> bool {
         self.lands == Lands::Mapping
+    }
+
+    /// The bytes come to memory of a device.
+    pub fn lands_on_device(self) -> bool {
+        self.lands == Lands::Device
+    }
+}
+
+/// The lanes of one file. Its store declares them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileLanes {
+    /// Reads of any range.
+    pub any: Lane,
+    /// The ranges that [`Objects::resident_within`](crate::store::Objects::resident_within) finds.
+    pub resident: Lane,
+    /// Reads past the page cache, in whole units. `None`: there are none.
+    pub past_cache: Option<Lane>,
+    /// Pages that are mapped. `None`: mapping the file is not possible, or not safe. If a remote machine truncates or loses a
+    /// mapped file, its reader is killed.
+    pub mapping: Option<Lane>,
+    /// Loads to a device: ranges that are not resident land there. `None`: they come by a slab.
+    pub device: Option<Lane>,
+    /// Bytes that addresses, offsets and lengths of reads in whole units must be multiples of. `None`: no lane has such
+    /// reads, except mapped pages. If the kernel does not say (before 6.1, and most network file systems), 4096 is assumed;
+    /// a read may then still be refused.
+    pub unit: Option<u64>,
+}
+
+impl FileLanes {
+    /// A file whose bytes all come by one lane, in reads of any range.
+    pub const fn only(lane: Lane) -> FileLanes {
+        FileLanes { any: lane, resident: lane, past_cache: None, mapping: None, device: None, unit: None }
     }
 }
 
@@ -103,7 +153,7 @@ impl ByLane {
 
     /// The totals of one lane.
     pub fn of(&self, lane: Lane) -> LaneTotals {
-        self.0.iter().find(|(known, _)| *known == lane).map_or_else(LaneTotals::default, |(_, totals)| *totals)
+        self.0.iter().find(|(known, _)| known.name == lane.name).map_or_else(LaneTotals::default, |(_, totals)| *totals)
     }
 
     /// All lanes of [`Lane::ALL`], then the others that were used.
@@ -136,14 +186,14 @@ pub enum Landing {
         /// The first block of the stretch.
         block: u32,
     },
-    /// The read itself scatters it to its pieces' places (a lane that scatters, into CPU memory).
+    /// The read itself scatters it to its pieces' places: a lane that scatters, into CPU memory, or one that lands on a device.
     Scatter,
     /// In a slab. Then its pieces are copied to their places.
     Slab,
 }
 
 /// When the slab of an extent that lands in one is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum TakesSlab {
     /// Before the read is sent. Its bytes may come at any moment.
     #[default]
@@ -151,6 +201,11 @@ pub enum TakesSlab {
     /// When the first byte has arrived. For stores that answer late: a request on its way holds no slab.
     AtArrival,
 }
+
+/// The work that the allocating stream still has for a granted block: an event that a writer must wait for (a
+/// `CUevent`, owned by the caller and valid until the load has ended).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fence(pub u64);
 
 /// One contiguous byte range of one file, read by one I/O.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -165,7 +220,7 @@ pub struct Extent {
     /// file.
     pub need: u64,
     /// The lane it starts with. If the lane is refused, another one is taken during the load.
-    pub route: Lane,
+    pub lane: Lane,
     /// Where its bytes arrive.
     pub landing: Landing,
     /// When its slab is taken, if it lands in one.
@@ -197,14 +252,24 @@ pub struct ByRows {
 pub enum InCommon {
     /// This rank reads it and sends it to others.
     Sent(u32),
-    /// Its reader sends what this rank wants of it.
-    Received(u32),
+    /// Another rank reads it, and sends what this rank wants of it. The extent counts its bytes from 0.
+    Received {
+        /// Its number.
+        parcel: u32,
+        /// The rank that reads it.
+        reader: u32,
+    },
 }
 
 impl Extent {
     /// Bytes that its read brings.
     pub fn bytes_read(&self) -> u64 {
         self.len - self.rows.map_or(0, |rows| rows.skipped)
+    }
+
+    /// Another rank reads and sends it.
+    pub fn is_received(&self) -> bool {
+        matches!(self.shared, Some(InCommon::Received { .. }))
     }
 
     /// Whether its read is sent without a place to land. The place is given when its first byte has arrived.

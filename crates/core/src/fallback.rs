@@ -1,6 +1,6 @@
 //! What the kernel or a driver refused during a load or a save, and what was done instead.
 
-/// A route that was refused, and what replaced it.
+/// A lane that was refused, and what replaced it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
     /// What was refused, such as "io_uring" or "O_DIRECT".

@@ -258,7 +258,7 @@ pub struct Options {
     pub staging: u64,
     /// Most bytes of one extent: one I/O. A store may declare less.
     pub extent: u64,
-    /// Most reads in flight; 0 adapts to the route.
+    /// Most reads in flight; 0 adapts to the lane.
     pub depth: u32,
     /// Worker threads of the buffered and mapped routes, and of direct reads without io_uring; 0 adapts to cores and file system.
     pub threads: u32,

@@ -10,8 +10,9 @@ pub const WORTH_A_TRIAL: u64 = 72 * MIB;
 /// How the bytes of one file travel, and what that does to the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Way {
-    /// Wants that keep their place in the file are handed out in its mapping; nothing of them is copied.
-    pub mapped: bool,
+    /// Lane of wants that keep their place in the file. They are handed out in its mapping; nothing of them is copied. `None`:
+    /// the file is not mapped.
+    pub mapping: Option<Lane>,
     /// Populating the mapping brings in nothing except the requested bytes.
     pub in_part: bool,
     /// Lane of bytes that are copied and that the page cache does not hold.
@@ -27,8 +28,19 @@ pub struct Way {
 impl Default for Way {
     /// Reads through the page cache, with the kernel's own read-ahead.
     fn default() -> Self {
-        let (cold, warm, parts) = (Lane::BUFFERED, Lane::BUFFERED, Lane::BUFFERED);
-        Way { mapped: false, in_part: false, cold, warm, parts, through: Through::Ahead }
+        Way::only(Lane::BUFFERED)
+    }
+}
+
+impl Way {
+    /// The file is mapped.
+    pub fn is_mapped(&self) -> bool {
+        self.mapping.is_some()
+    }
+
+    /// Every read by this lane.
+    pub fn only(lane: Lane) -> Way {
+        Way { mapping: None, in_part: false, cold: lane, warm: lane, parts: lane, through: Through::Ahead }
     }
 }
 
@@ -102,7 +114,7 @@ impl Routing {
 }
 
 impl Default for Routing {
-    /// Each read by its own route, with 12 threads and 64 reads in flight, and nothing stays in the page cache that was to
+    /// Each read by its own lane, with 12 threads and 64 reads in flight, and nothing stays in the page cache that was to
     /// go past it: for a source without a plan.
     fn default() -> Self {
         let (ways, reason) = (Vec::new(), String::new());

@@ -120,7 +120,7 @@ impl Source for Late {
         let requested = std::mem::take(&mut self.requested).into_iter().map(|r| r.1);
         for read in requested.chain(std::mem::take(&mut self.arrived).into_values()) {
             let result = Err(Error::new(ErrorKind::Cancelled, "given up"));
-            self.given_up.push(Progress::Done(Done { ticket: read.ticket, result, route: Lane::BUFFERED, written: 0 }));
+            self.given_up.push(Progress::Done(Done { ticket: read.ticket, result, lane: Lane::BUFFERED, written: 0 }));
         }
         self.bell.notify();
     }

@@ -18,7 +18,7 @@ const LIMITS: Limits =
     Limits { extent: 4 * MIB, gap: 16 << 10, scatter: Some(4096), direct_in_place: true, window: None };
 
 const BUFFERED: Way = Way {
-    mapped: false,
+    mapping: None,
     in_part: false,
     cold: Lane::BUFFERED,
     warm: Lane::BUFFERED,
@@ -27,7 +27,7 @@ const BUFFERED: Way = Way {
 };
 /// Cold bytes past the page cache, resident ones through it.
 const DIRECT: Way = Way { cold: Lane::DIRECT, ..BUFFERED };
-const MAPPED: Way = Way { mapped: true, ..BUFFERED };
+const MAPPED: Way = Way { mapping: Some(Lane::MAPPED), ..BUFFERED };
 
 /// A checkpoint of one file whose data section starts at `data_start`.
 fn checkpoint<'a>(tensors: impl IntoIterator<Item = (&'a str, &'a str, Vec<u64>)>, data_start: usize) -> Checkpoint {
@@ -87,7 +87,7 @@ fn gpt2() -> Checkpoint {
 }
 
 fn cold(storage: u32) -> FileTraits {
-    FileTraits { storage, direct_align: Some(512), way: DIRECT, ..FileTraits::default() }
+    FileTraits { storage, unit: Some(512), way: DIRECT, ..FileTraits::default() }
 }
 
 fn by(way: Way) -> FileTraits {

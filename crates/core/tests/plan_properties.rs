@@ -83,8 +83,8 @@ fn of_file(files: &[FileTraits], limits: &Limits, file: u32) -> Limits {
 }
 
 fn unit(files: &[FileTraits], limits: &Limits, e: &Extent) -> u64 {
-    match files[e.file as usize].direct_align {
-        Some(a) if a > PAGE && a <= limits.extent && e.route != Lane::MAPPED => a,
+    match files[e.file as usize].unit {
+        Some(a) if a > PAGE && a <= limits.extent && e.lane != Lane::MAPPED => a,
         _ => PAGE,
     }
 }
@@ -155,23 +155,23 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         if e.rows.is_some() && e.landing == Landing::Slab {
             assert!(packed <= e.len, "{packed} bytes lie behind each other in the slab of {e:?}");
         }
-        if e.route == Lane::BUFFERED {
+        if e.lane == Lane::BUFFERED {
             assert_eq!(e.slack, 0, "{e:?}");
         } else {
             assert!(e.offset % unit == 0 && e.len % unit == 0, "{e:?}");
         }
-        if e.route == Lane::DIRECT {
-            let align = files[e.file as usize].direct_align.unwrap();
+        if e.lane == Lane::DIRECT {
+            let align = files[e.file as usize].unit.unwrap();
             assert!(e.offset % align == 0 && e.len % align == 0, "{e:?}");
         }
-        if e.route != Lane::MAPPED {
+        if e.lane != Lane::MAPPED {
             for count in &mut read[e.file as usize][e.offset as usize..(e.offset + e.len) as usize] {
                 *count += 1;
                 assert!(*count == 1, "{e:?} reads again what another extent read");
             }
         }
 
-        let direct = e.route == Lane::DIRECT && matches!(e.landing, Landing::Block { .. });
+        let direct = e.lane == Lane::DIRECT && matches!(e.landing, Landing::Block { .. });
         // What lands in the blocks of a stretch; bytes between them go nowhere.
         let in_place = |first: u32, bytes: &[u8], put: &mut dyn FnMut(u32, u64, &[u8])| {
             let BlockKind::Mirror { file, .. } = layout.blocks[first as usize].kind else { panic!("{e:?}") };
@@ -200,15 +200,15 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
         };
         match e.landing {
             Landing::Mapping { block, resident } => {
-                assert_eq!(e.route, Lane::MAPPED);
+                assert_eq!(e.lane, Lane::MAPPED);
                 let there = |r: &Range<u64>| r.start <= e.offset + first as u64 && r.end >= e.offset + last as u64;
                 assert!(!resident || files[e.file as usize].resident.iter().any(there), "not all resident: {e:?}");
-                assert!(files[e.file as usize].way.mapped, "{e:?}");
+                assert!(files[e.file as usize].way.is_mapped(), "{e:?}");
                 let past = (e.offset + e.len).min(sizes[e.file as usize]);
                 in_place(block, &bytes[..(past - e.offset) as usize], &mut put);
             }
             Landing::Block { block } => {
-                assert!(e.route != Lane::DIRECT || limits.direct_in_place, "{e:?}");
+                assert!(e.lane != Lane::DIRECT || limits.direct_in_place, "{e:?}");
                 in_place(block, &bytes, &mut put);
                 for p in pieces {
                     let BlockKind::Mirror { start, .. } = layout.blocks[p.block as usize].kind else { panic!("{p:?}") };
@@ -217,7 +217,7 @@ fn check(c: &Checkpoint, wants: &[Want], layout: &Layout, files: &[FileTraits], 
                 }
             }
             Landing::Scatter => {
-                assert_eq!(e.route, Lane::BUFFERED);
+                assert_eq!(e.lane, Lane::BUFFERED);
                 let (mut at, mut entries) = (0, 0);
                 for p in pieces {
                     for (from, to) in rows(p) {
@@ -289,18 +289,18 @@ fn moved(a: &Piece, b: &Piece) -> u64 {
 
 /// Resident bytes go the warm way and the others the cold way, up to stretches too short to matter.
 fn routes(files: &[FileTraits], sizes: &[u64], schedule: &Schedule) {
-    for e in schedule.extents.iter().filter(|e| e.route != Lane::MAPPED) {
+    for e in schedule.extents.iter().filter(|e| e.lane != Lane::MAPPED) {
         let traits = &files[e.file as usize];
-        if traits.direct_align.is_none() {
-            assert_eq!(e.route, Lane::BUFFERED);
+        if traits.unit.is_none() {
+            assert_eq!(e.lane, Lane::BUFFERED);
         }
-        if traits.direct_align != Some(512) || (traits.way.cold, traits.way.warm) != (Lane::DIRECT, Lane::BUFFERED) {
+        if traits.unit != Some(512) || (traits.way.cold, traits.way.warm) != (Lane::DIRECT, Lane::BUFFERED) {
             continue;
         }
         let past = (e.offset + e.len).min(sizes[e.file as usize]);
         let inside = |r: &Range<u64>| past.min(r.end).saturating_sub(e.offset.max(r.start));
         let resident: u64 = traits.resident.iter().map(inside).sum();
-        match e.route {
+        match e.lane {
             Lane::BUFFERED => assert_eq!(resident, past - e.offset, "cold bytes in {e:?}"),
             _ => assert!(traits.resident.iter().all(|r| inside(r) < (64 << 10) + 2 * PAGE), "warm bytes in {e:?}"),
         }
@@ -359,10 +359,10 @@ fn case() -> impl Strategy<Value = Case> {
         ranges
     });
     let align = prop::sample::select(vec![Some(512), Some(512), Some(4096), Some(16384), None]);
-    let route = || prop::sample::select(vec![Lane::DIRECT, Lane::BUFFERED, Lane::DIRECT]);
+    let lane = || prop::sample::select(vec![Lane::DIRECT, Lane::BUFFERED, Lane::DIRECT]);
     let extent = prop::option::weighted(0.3, prop::sample::select(vec![4096u64, 8192, 16384]));
     let gap = prop::option::weighted(0.3, prop::sample::select(vec![0u64, 4096, 65536]));
-    let traits = (0..3u32, align, resident, any::<bool>(), route(), route(), (extent, gap));
+    let traits = (0..3u32, align, resident, any::<bool>(), lane(), lane(), (extent, gap));
     let limits = (
         prop::sample::select(vec![4096u64, 8192, 20480, 1 << 16, 1 << 18]),
         prop::sample::select(vec![0u64, 1, 100, 4096, 16384]),
@@ -389,11 +389,12 @@ fn case() -> impl Strategy<Value = Case> {
             wants,
             traits: traits
                 .into_iter()
-                .map(|(storage, direct_align, resident, mapped, cold, warm, (extent, gap))| {
+                .map(|(storage, unit, resident, mapped, cold, warm, (extent, gap))| {
                     let extent = extent.map(|bytes| bytes.min(limits.0));
                     // Only files for the CPU are mapped.
-                    let way = Way { mapped: mapped && target == 0, cold, warm, ..Way::default() };
-                    FileTraits { storage, direct_align, resident, way, extent, gap, ..FileTraits::default() }
+                    let way =
+                        Way { mapping: (mapped && target == 0).then_some(Lane::MAPPED), cold, warm, ..Way::default() };
+                    FileTraits { storage, unit, resident, way, extent, gap, ..FileTraits::default() }
                 })
                 .collect(),
             limits: Limits {
@@ -545,7 +546,7 @@ proptest! {
         let size = c.files()[0].size;
         let there = if resident { 0..size } else { PAGE..size };
         // If some bytes are cold, the first page is one of them, and it is wanted unless the header fills it.
-        let way = Way { mapped: true, ..Way::default() };
+        let way = Way { mapping: Some(Lane::MAPPED), ..Way::default() };
         let traits = [FileTraits { resident: vec![there.clone()], way, ..FileTraits::default() }];
         let layout = Layout::new(&c, &wants, &Target::Cpu { misaligned: false }, Order::File).unwrap();
         let schedule = Schedule::new(&c, &layout, &traits, &limits);
@@ -636,7 +637,7 @@ proptest! {
         let limits = Limits { extent, gap, scatter, direct_in_place: true, window: None };
         let there = bytes / 3..bytes / 2;
         let way = Way { cold: Lane::DIRECT, ..Way::default() };
-        let traits = [FileTraits { direct_align: Some(512), resident: vec![there], way, ..FileTraits::default() }];
+        let traits = [FileTraits { unit: Some(512), resident: vec![there], way, ..FileTraits::default() }];
         let layout = Layout::new(&c, &wants, target, Order::File).unwrap();
         aligned(&c, &wants, target, &layout);
         let schedule = Schedule::new(&c, &layout, &traits, &limits);

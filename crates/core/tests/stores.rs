@@ -3,19 +3,23 @@
 #![allow(clippy::unwrap_used, clippy::single_range_in_vec_init)]
 
 mod toy_device;
+mod toy_lanes;
 mod toy_store;
 
+use penstock::device::Fence;
 use penstock::error::ErrorKind;
-use penstock::extent::{ByLane, TakesSlab};
+use penstock::extent::{ByLane, Lane, TakesSlab};
 use penstock::format::{contents, names_in};
 use penstock::options::{Cache, Options};
-use penstock::store::{register, Stores};
+use penstock::store::{register, Store, Stores};
 use penstock::{Checkpoint, Load, Memory, Next, Request, Want, Where};
 use std::fmt::Write as _;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use toy_device::{pointer, ToyDevice};
+use toy_lanes::{Adds, Seen, Wrapped, COPY, LANDS};
 use toy_store::{Contents, Fault, Server, Toy, TOY};
 
 const KIB: u64 = 1 << 10;
@@ -48,6 +52,18 @@ struct Model {
 
 impl Model {
     fn new(change: impl FnOnce(&mut Server)) -> Model {
+        Model::of(change, |toy, _| toy)
+    }
+
+    /// The same with a lane more.
+    fn wrapped(adds: impl FnOnce(PathBuf) -> Adds) -> (Model, Arc<Mutex<Seen>>) {
+        let seen: Arc<Mutex<Seen>> = Arc::default();
+        let theirs = seen.clone();
+        let wrap = |inner, folder| Arc::new(Wrapped { inner, adds: adds(folder), seen: theirs }) as Arc<dyn Store>;
+        (Model::of(|_| (), wrap), seen)
+    }
+
+    fn of(change: impl FnOnce(&mut Server), wrap: impl FnOnce(Arc<dyn Store>, PathBuf) -> Arc<dyn Store>) -> Model {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let scheme = format!("toy{}", NUMBER.fetch_add(1, Ordering::Relaxed));
         let names: Vec<String> = (0..9).map(|i| format!("a.{i}")).collect();
@@ -74,7 +90,7 @@ impl Model {
         let mut server = Server::of(&contents);
         change(&mut server);
         let server = Arc::new(server);
-        register(&scheme, Arc::new(Toy(server.clone()))).unwrap();
+        register(&scheme, wrap(Arc::new(Toy(server.clone())), folder.path().to_owned())).unwrap();
         Model { scheme, contents, server, folder }
     }
 
@@ -146,7 +162,10 @@ fn a_checkpoint_of_a_registered_store_opens_and_loads_like_one_of_files() {
         // Its lane is in the report by its name, after those that this crate knows.
         let lanes = |routes: &ByLane| routes.iter().filter(|(_, one)| one.bytes > 0).collect::<Vec<_>>();
         let [(lane, totals)] = lanes(&report.routes)[..] else { panic!("{:?}", report.routes) };
-        assert_eq!((lane, totals.bytes, report.rerouted_extents), (TOY, report.nbytes + report.unwanted.gap, 0));
+        assert_eq!(
+            (lane.name, totals.bytes, report.rerouted_extents),
+            (TOY.name, report.nbytes + report.unwanted.gap, 0)
+        );
 
         // One layout, wherever the bytes are and whatever becomes of the page cache.
         for cache in [Cache::Auto, Cache::Keep, Cache::Bypass] {
@@ -402,6 +421,99 @@ fn from_a_store_to_a_device_that_both_are_one_file() {
         assert!(view.nbytes() == 0 || found == model.expected(&checkpoint, want), "want {number}");
     }
     assert_eq!(load.report().nbytes, model.server.served.load(Ordering::Relaxed) - load.report().unwanted.gap);
+}
+
+/// Bytes that a load brought by a lane.
+fn bytes_by(load: &Load, lane: Lane) -> u64 {
+    load.report().routes.of(lane).bytes
+}
+
+#[test]
+fn half_of_each_file_comes_from_a_copy_and_half_from_its_server() {
+    const STRETCH: u64 = 192 * KIB;
+    let (model, seen) = Model::wrapped(|folder| Adds::Copies(folder, STRETCH));
+    let checkpoint = model.open();
+    let wants = Want::all(&checkpoint);
+    for stream in [false, true] {
+        let before = (model.server.served.load(Ordering::Relaxed), seen.lock().unwrap().bytes);
+        let load = Load::start(model.request(wants.clone(), stream)).unwrap();
+        load.wait(None).unwrap();
+        model.check(&load);
+        let served = model.server.served.load(Ordering::Relaxed) - before.0;
+        let copied = seen.lock().unwrap().bytes - before.1;
+        assert_eq!((bytes_by(&load, TOY), bytes_by(&load, COPY)), (served, copied), "each lane by its name");
+        let report = load.report();
+        assert_eq!(served + copied, report.nbytes + report.unwanted.gap, "no byte comes twice");
+        assert_eq!((report.rerouted_extents, report.fallbacks.len(), report.resident_bytes), (0, 0, 0));
+        let all: u64 = checkpoint.files().iter().map(|file| file.size).sum();
+        let copies: u64 = checkpoint
+            .files()
+            .iter()
+            .map(|file| {
+                let stretches = (0..file.size.div_ceil(STRETCH)).step_by(2);
+                stretches.map(|number| file.size.min((number + 1) * STRETCH) - number * STRETCH).sum::<u64>()
+            })
+            .sum();
+        assert!(copies > all / 3 && copied > copies - 80 * KIB && copied <= copies, "{copied} of {copies} of {all}");
+    }
+
+    // Copies that are gone: the server brings all, and the report says so.
+    for name in ["model-1.safetensors", "model-2.safetensors"] {
+        std::fs::rename(model.folder.path().join(name), model.folder.path().join(format!("gone-{name}"))).unwrap();
+    }
+    let load = Load::start(model.request(wants, false)).unwrap();
+    load.wait(None).unwrap();
+    for name in ["model-1.safetensors", "model-2.safetensors"] {
+        std::fs::rename(model.folder.path().join(format!("gone-{name}")), model.folder.path().join(name)).unwrap();
+    }
+    model.check(&load);
+    let report = load.report();
+    assert_eq!((bytes_by(&load, COPY), bytes_by(&load, TOY)), (0, report.nbytes + report.unwanted.gap));
+    assert!(report.rerouted_extents > 4, "{}", report.rerouted_extents);
+    let told: Vec<_> = report.fallbacks.iter().map(|f| (f.from, f.to, f.reason.contains("model-"))).collect();
+    assert_eq!(told, [("toy copy", "toy", true); 2], "once for each file: {:?}", report.fallbacks);
+}
+
+#[test]
+fn a_lane_lands_on_the_device_after_the_fences_of_its_memory() {
+    let (model, seen) = Model::wrapped(|_| Adds::Landing);
+    let checkpoint = model.open();
+    let small = checkpoint.find("c").unwrap().index;
+    let run = |wants: Vec<Want>| {
+        let request = Request { device: Where::Gpu(0), memory: Memory::Granted, ..model.request(wants, false) };
+        let load = Load::start_on(request, Some(Box::new(ToyDevice::new().unwrap()))).unwrap();
+        let mut blocks = Vec::new();
+        let mut granted = Vec::new();
+        while load.wait_or_grant(Some(Duration::from_secs(30))).unwrap() == Next::Grant {
+            for number in load.wanted_blocks().unwrap() {
+                let memory = Arc::new(vec![0u8; load.layout().blocks[number as usize].nbytes as usize + 1]);
+                let fence = Fence(100 + u64::from(number));
+                load.grant(number, pointer(memory.as_ptr() as u64), memory.clone(), Some(fence)).unwrap();
+                granted.push(fence);
+                blocks.push(memory);
+            }
+        }
+        for (number, want) in (0..).zip(load.wants()) {
+            let view = load.view(number).unwrap();
+            let at = pointer(view.address()) as *const u8;
+            // SAFETY: complete bytes of memory that `blocks` keeps.
+            let found = unsafe { std::slice::from_raw_parts(at, view.nbytes() as usize) };
+            assert!(view.nbytes() == 0 || found == model.expected(&checkpoint, want), "want {number}");
+        }
+        let told = std::mem::take(&mut *seen.lock().unwrap());
+        assert_eq!((told.fences, told.early), (granted, 0), "each fence is told, before a byte lands");
+        assert_eq!(bytes_by(&load, LANDS), told.bytes);
+        (bytes_by(&load, LANDS), bytes_by(&load, TOY), load.report().peak_staging)
+    };
+    let (landed, by_slab, staging) = run(Want::all(&checkpoint));
+    assert!(landed > 4000 * KIB && by_slab == 0 && staging == 0, "{landed}, {by_slab}, {staging}");
+    // So few bytes are not worth a place of their own: they come by a slab, in the lane for that.
+    assert_eq!(run(vec![Want::whole(small)]).0, 0);
+    // A load to the CPU has no use for this lane.
+    let load = Load::start(model.request(Want::all(&checkpoint), false)).unwrap();
+    load.wait(None).unwrap();
+    model.check(&load);
+    assert_eq!((bytes_by(&load, LANDS), seen.lock().unwrap().bytes), (0, 0));
 }
 
 #[test]

@@ -200,9 +200,9 @@ fn read(objects: Arc<dyn Objects>) -> Result<Vec<u8>> {
         let (offset, len) = ((number * PART) as u64, PART.min(SIZE - number * PART) as u64);
         // SAFETY: the part is within the memory, which lives until the source is gone.
         let into = Destination::Memory(unsafe { memory.as_mut_ptr().add(number * PART) });
-        let (ticket, route, keep) = (Ticket(number as u64), Lane::BUFFERED, Arc::new(()));
+        let (ticket, lane, keep) = (Ticket(number as u64), Lane::BUFFERED, Arc::new(()));
         source
-            .submit(Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep })
+            .submit(Read { ticket, file: 0, offset, len, need: len, lane, into, fresh: false, written: 0, keep })
             .ok()
             .unwrap();
     }

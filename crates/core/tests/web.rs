@@ -78,9 +78,9 @@ fn read_all(objects: Arc<dyn Objects>, size: usize, part: usize) -> Result<Vec<u
     let parts = size.div_ceil(part);
     for number in 0..parts {
         let (offset, len) = ((number * part) as u64, part.min(size - number * part) as u64);
-        let (ticket, route, into) = (Ticket(number as u64), Lane::NETWORK, Destination::OnArrival);
+        let (ticket, lane, into) = (Ticket(number as u64), Lane::NETWORK, Destination::OnArrival);
         let keep = Arc::new(());
-        let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+        let read = Read { ticket, file: 0, offset, len, need: len, lane, into, fresh: false, written: 0, keep };
         source.submit(read).ok().unwrap();
     }
     source.flush().unwrap();
@@ -99,6 +99,7 @@ fn read_all(objects: Arc<dyn Objects>, size: usize, part: usize) -> Result<Vec<u
                     source.land(ticket, Destination::Memory(place), Arc::new(())).unwrap();
                 }
                 Progress::Received(_) => {}
+                Progress::Refused { .. } => unreachable!("no lane is refused here"),
                 Progress::Done(read) => {
                     done += 1;
                     outcome = outcome.and(read.result.map(drop));
@@ -365,9 +366,9 @@ fn asked_for(server: &WebServer, reads: &[(u64, u64)]) -> (BTreeSet<(u64, u64)>,
     for (number, (offset, len)) in (0..).zip(reads) {
         // SAFETY: within the memory, which lives until the source is gone.
         let into = Destination::Memory(unsafe { memory.as_mut_ptr().add(*offset as usize) });
-        let (ticket, route, keep) = (Ticket(number), Lane::NETWORK, Arc::new(()));
+        let (ticket, lane, keep) = (Ticket(number), Lane::NETWORK, Arc::new(()));
         let (offset, len) = (*offset, *len);
-        let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+        let read = Read { ticket, file: 0, offset, len, need: len, lane, into, fresh: false, written: 0, keep };
         source.submit(read).ok().unwrap();
     }
     source.flush().unwrap();
@@ -471,9 +472,9 @@ fn one_place_is_enough_for_all_connections() {
         let part = 100_000;
         let parts = SIZE / part;
         for number in 0..parts as u64 {
-            let (ticket, route, into) = (Ticket(number), Lane::NETWORK, Destination::OnArrival);
+            let (ticket, lane, into) = (Ticket(number), Lane::NETWORK, Destination::OnArrival);
             let (offset, len, keep) = (number * part as u64, part as u64, Arc::new(()));
-            let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+            let read = Read { ticket, file: 0, offset, len, need: len, lane, into, fresh: false, written: 0, keep };
             source.submit(read).ok().unwrap();
         }
         source.flush().unwrap();
@@ -488,6 +489,7 @@ fn one_place_is_enough_for_all_connections() {
                 match event {
                     Progress::Arrived(ticket) => arrived.push_back(ticket),
                     Progress::Received(_) => {}
+                    Progress::Refused { .. } => unreachable!("no lane is refused here"),
                     Progress::Done(read) => {
                         assert_eq!(read.result.unwrap(), part as u64, "{fault:?}");
                         let from = read.ticket.0 as usize * part;
@@ -681,11 +683,10 @@ fn what_is_given_up_ends_at_once_and_frees_its_memory() {
             let memory = Arc::new(Mutex::new(vec![0u8; SIZE]));
             let place = memory.lock().unwrap().as_mut_ptr();
             for number in 0..6 {
-                let (ticket, route, into) = (Ticket(number), Lane::NETWORK, Destination::Memory(place));
+                let (ticket, lane, into) = (Ticket(number), Lane::NETWORK, Destination::Memory(place));
                 let (keep, len) = (memory.clone(), 10_000);
                 let offset = number * len;
-                let read =
-                    Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+                let read = Read { ticket, file: 0, offset, len, need: len, lane, into, fresh: false, written: 0, keep };
                 source.submit(read).ok().unwrap();
             }
             let asked = server.asked().len();

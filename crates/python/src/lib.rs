@@ -63,7 +63,9 @@ mod _core {
     #[pymodule_export]
     use crate::small_files::{contents, names_in};
     #[pymodule_export]
-    use crate::storage::{authorities, certificates, proxy, storage_defaults, storage_settings, unchecked_hosts};
+    use crate::storage::{
+        authorities, certificates, proxy, schemes, storage_defaults, storage_settings, unchecked_hosts,
+    };
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

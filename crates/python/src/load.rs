@@ -467,10 +467,10 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
     d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
     let routes = PyDict::new(py);
     for (kind, totals) in r.routes.iter() {
-        let route = PyDict::new(py);
-        route.set_item("bytes", totals.bytes)?;
-        route.set_item("extents", totals.extents)?;
-        routes.set_item(kind.name, route)?;
+        let lane = PyDict::new(py);
+        lane.set_item("bytes", totals.bytes)?;
+        lane.set_item("extents", totals.extents)?;
+        routes.set_item(kind.name, lane)?;
     }
     d.set_item("routes", routes)?;
     d.set_item("slack_bytes", r.unwanted.slack)?;

@@ -49,8 +49,8 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDic
         d.set_item("fs", facts.fs)?;
         d.set_item("kind", format!("{:?}", facts.kind).to_lowercase())?;
         d.set_item("storage", facts.storage)?;
-        d.set_item("direct_align", facts.direct_align)?;
-        d.set_item("mappable", facts.mappable)?;
+        d.set_item("direct_align", facts.lanes.unit)?;
+        d.set_item("mappable", facts.lanes.mapping.is_some())?;
         d.set_item("cores", penstock::machine::cores())?;
         d.set_item("memory_available", penstock::machine::memory_available())?;
         d.set_item("cgroup_memory_limit", penstock::machine::cgroup_memory_limit())?;

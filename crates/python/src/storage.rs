@@ -74,6 +74,12 @@ const REQUEST_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 30;
 /// Bytes per second. With less, a load would seem to have stalled.
 const LEAST_BANDWIDTH: u64 = 64 << 10;
 
+/// The schemes of all addresses that there is a store for, in small letters.
+#[pyfunction]
+pub(crate) fn schemes(py: Python<'_>) -> Answer<'_, Vec<String>> {
+    answer(py, || Ok(penstock::store::schemes()))
+}
+
 /// Names of the settings of `storage=`.
 #[pyfunction]
 pub(crate) fn storage_settings(py: Python<'_>) -> Answer<'_, Vec<&'static str>> {

@@ -14,6 +14,7 @@ mod join;
 pub mod strided;
 
 use crate::error::{Error, Result};
+pub use crate::extent::Fence;
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::staging::Share;
@@ -82,11 +83,6 @@ pub struct Copied {
     /// wholly or in part.
     pub begun: Vec<u32>,
 }
-
-/// The work that the allocating stream still has for a granted block: an event that the copy stream must wait for (a
-/// `CUevent`, owned by the caller and valid until the load has ended).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fence(pub u64);
 
 /// A queue of copies.
 pub trait Device: Send {

@@ -21,7 +21,7 @@
 //! A want is ready when every piece of it has arrived.
 
 use crate::error::{Error, ErrorKind};
-use crate::extent::{InCommon, Landing, Piece, TakesSlab, Ticket};
+use crate::extent::{Extent, InCommon, Landing, Piece, TakesSlab, Ticket};
 use crate::plan::layout::Layout;
 use crate::plan::schedule::Schedule;
 use deadline::Deadlines;
@@ -421,7 +421,7 @@ impl<S> Engine<S> {
 
     /// Whether this extent comes from another rank.
     fn is_received(&self, extent: usize) -> bool {
-        matches!(self.schedule.extents.get(extent).and_then(|e| e.shared), Some(InCommon::Received(_)))
+        self.schedule.extents.get(extent).is_some_and(Extent::is_received)
     }
 
     fn may_send_more(&self) -> bool {

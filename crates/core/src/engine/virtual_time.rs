@@ -228,7 +228,7 @@ fn load_of(checkpoint: &Checkpoint, machine: Machine) -> Outcome {
     let options = Options::default();
     let way = Way { cold: Lane::DIRECT, ..Way::default() };
     let traits: Vec<FileTraits> = (0..volumes.len() as u32)
-        .map(|storage| FileTraits { storage, direct_align: Some(512), way, ..FileTraits::default() })
+        .map(|storage| FileTraits { storage, unit: Some(512), way, ..FileTraits::default() })
         .collect();
     let limits =
         Limits { extent: options.extent, gap: options.least_gap(), scatter: None, direct_in_place: true, window: None };

@@ -300,7 +300,7 @@ mod tests {
             offset: 5000,
             len: 100,
             need: 100,
-            route: Lane::BUFFERED,
+            lane: Lane::BUFFERED,
             landing,
             staging: TakesSlab::AtRequest,
             pieces: 0..pieces.len() as u32,

@@ -2,13 +2,13 @@
 
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{InCommon, Landing, Ticket};
+use crate::extent::{InCommon, Landing, Lane, Ticket};
 use crate::format::Checkpoint;
 use crate::peers::{Peers, RowsToSend};
 use crate::plan::request::{Request, Together};
 use crate::plan::schedule::Schedule;
 use crate::plan::shares::{DensePart, Shares};
-use crate::source::{Mux, Read, Source};
+use crate::source::LaneSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -58,26 +58,18 @@ impl Among {
         here.min(self.members).max(1) as u64
     }
 
-    /// The source of all files, which now brings what comes from other ranks too.
-    pub(super) fn source(
-        &self,
-        files: Box<dyn Source>,
-        schedule: &Schedule,
-    ) -> Result<(Box<dyn Source>, Option<Received>)> {
+    /// The source of what comes from other ranks.
+    pub(super) fn source(&self, schedule: &Schedule) -> (LaneSource, Received) {
         let mut found = Received { parcels: 0, in_slabs: false };
         let mut parcels = vec![None; schedule.extents.len()];
         for (ticket, e) in schedule.extents.iter().enumerate() {
-            if let Some(InCommon::Received(parcel)) = e.shared {
+            if let Some(InCommon::Received { parcel, .. }) = e.shared {
                 parcels[ticket] = Some(parcel);
                 found.parcels += 1;
                 found.in_slabs |= e.landing == Landing::Slab;
             }
         }
-        let parcels: Arc<[Option<u32>]> = parcels.into();
-        let ranks = self.peers.source(parcels.clone());
-        let received = move |read: &Read| usize::from(parcels[read.ticket.0 as usize].is_some());
-        let source = Mux::new(vec![files, ranks], Box::new(received))?;
-        Ok((Box::new(source), Some(found)))
+        (LaneSource { lanes: vec![Lane::RANK], source: self.peers.source(parcels.into()) }, found)
     }
 
     /// The device, which now sends what other ranks want too; and how many bytes that are, for each extent.

@@ -8,7 +8,7 @@ use crate::device::gpu::{GpuMemory, SharedContext};
 use crate::device::{Batch, Copied, Device, Fence};
 use crate::engine::{nanos, Action, Engine, Event, Nanos, Ready, Slabs};
 use crate::error::{Error, Result};
-use crate::extent::{InCommon, Landing, Ticket};
+use crate::extent::{Extent, InCommon, Landing, Ticket};
 use crate::format::Checkpoint;
 use crate::machine::{thread_cpu, time_of};
 use crate::memory::{Block, Keep};
@@ -239,7 +239,7 @@ impl Driver {
                 // them, and the kernel may have taken others back.
                 let read = self.schedule.extents.iter().enumerate().filter(|(number, e)| {
                     let left_out = self.skipped.iter().any(|extents| extents.contains(number));
-                    !left_out && !matches!(e.shared, Some(InCommon::Received(_)))
+                    !left_out && !e.is_received()
                 });
                 let ranges = read.map(|(_, e)| (e.file, e.offset..e.offset + e.len)).collect();
                 let whole: Vec<_> = self.routing.ways.iter().map(|w| w.through == Through::HugePages).collect();
@@ -269,10 +269,8 @@ impl Driver {
 
     fn drive(&mut self) -> Result<()> {
         let clock = Clock(Instant::now());
-        if let (Some(fence), Some(device)) = (self.fence, &mut self.device) {
-            if let Err(e) = device.wait_for(fence) {
-                self.engine.on(clock.now(), Event::Failed(e));
-            }
+        if let Some(Err(e)) = self.fence.map(|fence| wait_for(fence, &mut *self.source, self.device.as_mut())) {
+            self.engine.on(clock.now(), Event::Failed(e));
         }
         let (mut events, mut copied) = (Vec::new(), Vec::new());
         let mut told = u64::MAX;
@@ -335,12 +333,14 @@ impl Driver {
         }
         let now = clock.now();
         for event in events.drain(..) {
-            let Done { ticket, result, route, written } = match event {
+            let Done { ticket, result, lane, written } = match event {
                 source::Progress::Done(done) => done,
                 source::Progress::Arrived(ticket) => {
                     self.engine.on(now, Event::Arrived(ticket));
                     continue;
                 }
+                // The dispatcher has sent it again.
+                source::Progress::Refused { .. } => continue,
                 source::Progress::Received(ticket) => {
                     self.engine.on(now, Event::Received(ticket));
                     continue;
@@ -348,16 +348,17 @@ impl Driver {
             };
             let e = self.schedule.extents.get(ticket.0 as usize);
             if let Ok(bytes) = &result {
-                if let Some(InCommon::Received(_)) = e.and_then(|e| e.shared) {
+                if e.is_some_and(Extent::is_received) {
                     self.report.exchange.get_or_insert_default().received += bytes;
                 }
                 let skipped = e.and_then(|e| e.rows).map_or(0, |rows| rows.skipped);
-                self.report.routes.count(route, bytes.saturating_sub(skipped));
-                self.report.rerouted_extents += u64::from(e.map(|e| e.route) != Some(route));
+                self.report.routes.count(lane, bytes.saturating_sub(skipped));
+                self.report.rerouted_extents += u64::from(e.map(|e| e.lane) != Some(lane));
             }
             if let (Some(record), Some(e)) = (&self.record, self.schedule.extents.get(ticket.0 as usize)) {
-                let span = record.span(Track::Reading, "read", ticket.0);
-                record.timeline.add(span.of_read(ticket, route, (e.file, e.offset), e.len));
+                let span =
+                    record.span(Track::Reading, "read", ticket.0).of_read(ticket, lane, (e.file, e.offset), e.len);
+                record.timeline.add(Span { at: span.at.filter(|_| !e.is_received()), ..span });
             }
             let result = result.map_err(|e| self.located(e, ticket));
             self.engine.on(now, Event::ReadDone(ticket, result, written));
@@ -425,13 +426,8 @@ impl Driver {
             let event = match message {
                 Message::Grant(block, memory, fence) => {
                     self.blocks[block as usize] = Some(memory);
-                    match (fence, &mut self.device) {
-                        (Some(fence), Some(device)) => match device.wait_for(fence) {
-                            Ok(()) => Event::Granted(block),
-                            Err(e) => Event::Failed(e),
-                        },
-                        _ => Event::Granted(block),
-                    }
+                    let told = fence.map_or(Ok(()), |fence| wait_for(fence, &mut *self.source, self.device.as_mut()));
+                    told.map_or_else(Event::Failed, |()| Event::Granted(block))
                 }
                 Message::Take(want) => Event::Taken(want),
                 Message::Cancel => {
@@ -583,7 +579,7 @@ impl Driver {
             offset: e.offset,
             len: e.len,
             need: e.need,
-            route: e.route,
+            lane: e.lane,
             into,
             fresh: matches!(e.landing, Landing::Block { .. }),
             written: 0,
@@ -699,13 +695,20 @@ impl Driver {
     /// The error, with the file and range of the extent that failed.
     fn located(&self, error: Error, ticket: Ticket) -> Error {
         match self.schedule.extents.get(ticket.0 as usize) {
+            Some(Extent { shared: Some(InCommon::Received { reader, .. }), .. }) => error.at(self.files.rank(*reader)),
             Some(e) => match self.checkpoint.files().get(e.file as usize) {
                 Some(file) => error.at(&file.spelled).range(e.offset..e.offset + e.need),
-                None => error.at(self.files.path(e.file)),
+                None => error,
             },
             None => error,
         }
     }
+}
+
+/// Has all that writes to the caller's memory wait for this fence.
+fn wait_for(fence: Fence, source: &mut dyn Source, device: Option<&mut Box<dyn Device>>) -> Result<()> {
+    source.wait_for(fence)?;
+    device.map_or(Ok(()), |device| device.wait_for(fence))
 }
 
 /// The ticket of an extent is its number.

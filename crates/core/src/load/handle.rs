@@ -124,7 +124,7 @@ impl Load {
         else {
             return Ok(());
         };
-        if !routing.way(file).mapped {
+        if !routing.way(file).is_mapped() {
             return Ok(());
         }
         // Checked again for each tensor, which takes 2 us: a truncation before this call is reported, however short

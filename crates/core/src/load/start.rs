@@ -24,7 +24,7 @@ use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
 use crate::plan::Planned;
-use crate::source::{Chosen, Router, Source, Trial};
+use crate::source::{Dispatcher, LaneSource, Reading, Source};
 use crate::staging::Ring;
 use crate::stats::{AmongRanks, Tally};
 use crate::store::{patiently, DiskUse, Files, Storage};
@@ -217,19 +217,20 @@ fn assemble(
     plan.report.fallbacks.extend(less);
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
-    let mut trial = None;
-    let source = files.source(options.io, &routing, |files| {
-        let (source, chosen) = local_source(files, options.io, &routing, timeline.as_ref())?;
-        trial = chosen;
-        Ok(source)
-    })?;
-    let source = match stand_ins.decorate {
-        Some(decorate) => decorate(source, files.local())?,
-        None => source,
-    };
-    let (source, bounds) = match &among {
-        Some(among) => among.source(source, &schedule)?,
-        None => (source, None),
+    let reading = Reading { timeline: timeline.clone(), ..Reading::new(options.io, routing.clone()) };
+    let mut source = files.source(&reading)?;
+    if let Some(decorate) = stand_ins.decorate {
+        let decorated = decorate(Box::new(source), files.local())?;
+        source = Dispatcher::new(Vec::new());
+        source.add(Some(0), LaneSource { lanes: Vec::new(), source: decorated })?;
+    }
+    let received = match &among {
+        Some(among) => {
+            let (ranks, received) = among.source(&schedule);
+            source.add(None, ranks)?;
+            Some(received)
+        }
+        None => None,
     };
     let mut device = match stand_ins.device {
         Some(device) => Some(device),
@@ -238,11 +239,10 @@ fn assemble(
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
     let (depth, requests) = (routing.depth, routing.requests);
-    let received = bounds.map_or(0, |received: Received| received.parcels);
     // Half of what a load to a GPU registers: what others send finds a slab.
-    let most_sent = bounds.filter(|received| received.in_slabs);
+    let most_sent = received.filter(|received: &Received| received.in_slabs);
     let most_sent = most_sent.map(|_| (pool_bytes(staging, plan.slab) / plan.slab / 2).max(1) as usize);
-    let requests = requests.saturating_add(received);
+    let requests = requests.saturating_add(received.map_or(0, |received| received.parcels));
     let bounds = Bounds { depth, requests, window, sent: most_sent, stall: nanos(options.stall_timeout) };
     let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
@@ -286,7 +286,7 @@ fn assemble(
         schedule,
         layout: layout.clone(),
         engine,
-        source,
+        source: Box::new(source),
         device,
         ring,
         blocks,
@@ -300,7 +300,7 @@ fn assemble(
         fence,
         _disk: disk,
         routing: routing.clone(),
-        trial,
+        trial: (routing.cold == Cold::Try).then_some(reading.chosen),
         sends,
         choosing,
         skipped: Vec::new(),
@@ -309,7 +309,7 @@ fn assemble(
         peers: among.take().map(|among| among.peers),
     };
     // Its own, which holds no descriptor after the load has ended.
-    let mapped = match stream && routing.ways.iter().any(|way| way.mapped) {
+    let mapped = match stream && routing.ways.iter().any(|way| way.is_mapped()) {
         true => Some((Arc::new(checkpoint.storage()?), routing)),
         false => None,
     };
@@ -382,12 +382,12 @@ fn planned_and_mapped(
                 plan.report.fallbacks.append(&mut fallbacks);
                 return Ok((asked, plan, blocks));
             }
-            Err(refusal) if asked.options.io == Io::Mapped || !routing.ways.iter().any(|way| way.mapped) => {
+            Err(refusal) if asked.options.io == Io::Mapped || !routing.ways.iter().any(|way| way.is_mapped()) => {
                 return Err(refusal);
             }
             Err(refusal) => {
                 // All of them: they share addresses, or a file system.
-                let mapped = |file: &u32| routing.way(*file).mapped;
+                let mapped = |file: &u32| routing.way(*file).is_mapped();
                 files.refuse_mappings((0..files.len() as u32).filter(mapped));
                 fallbacks.push(Fallback { from: "mmap", to: "read", reason: refusal.to_string() });
                 request = asked;
@@ -445,7 +445,7 @@ fn check_room(layout: &Layout, stretches: &[u32], routing: &Routing) -> Result<(
 /// Whether the block is private memory of this process: not a mapped file, and not the caller's.
 fn is_private(block: &BlockSpec, routing: &Routing) -> bool {
     match block.kind {
-        BlockKind::Mirror { file, .. } => !routing.way(file).mapped,
+        BlockKind::Mirror { file, .. } => !routing.way(file).is_mapped(),
         BlockKind::Dense => true,
         BlockKind::Foreign { .. } => false,
     }
@@ -499,7 +499,7 @@ fn our_blocks(layout: &Layout, stretches: &[u32], files: &Storage, routing: &Rou
     let mut mappings: Vec<Option<Arc<Mapping>>> = vec![None; files.len()];
     for block in &layout.blocks {
         let BlockKind::Mirror { file, .. } = block.kind else { continue };
-        if routing.way(file).mapped && mappings[file as usize].is_none() {
+        if routing.way(file).is_mapped() && mappings[file as usize].is_none() {
             match map(files, file, routing)? {
                 Ok(mapping) => mappings[file as usize] = Some(Arc::new(mapping)),
                 Err(refusal) => return Ok(Err(refusal)),
@@ -525,22 +525,6 @@ fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Result<Mapping>>
         mapping.read_no_further(true);
     }
     Ok(mapping)
-}
-
-/// The source of files of this machine; and what the pace of the storage decides, if it is to decide.
-fn local_source(
-    files: &Arc<Files>,
-    io: Io,
-    routing: &Arc<Routing>,
-    timeline: Option<&Arc<Timeline>>,
-) -> Result<(Box<dyn Source>, Option<Chosen>)> {
-    let router = Router::recorded(files.clone(), io, routing, timeline)?;
-    if routing.cold != Cold::Try {
-        return Ok((Box::new(router), None));
-    }
-    let choice = Chosen::default();
-    let trial = Trial::new(router, files.clone(), choice.clone());
-    Ok((Box::new(trial), Some(choice)))
 }
 
 /// The device that copies slabs to their blocks; `None` if everything lands in place.
@@ -579,6 +563,7 @@ fn spawn(driver: Driver) -> Result<JoinHandle<()>> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::extent::Lane;
     use crate::way::Way;
     use proptest::prelude::*;
 
@@ -614,7 +599,8 @@ mod tests {
             layout.blocks.reverse();
             stretches.reverse();
             stretches.iter_mut().for_each(|first| *first = count - 1 - *first);
-            let ways = mapped.map(|mapped| Way { mapped, ..Way::default() }).to_vec();
+            let mapping = |mapped: bool| mapped.then_some(Lane::MAPPED);
+            let ways = mapped.map(|mapped| Way { mapping: mapping(mapped), ..Way::default() }).to_vec();
             let routing = Routing { ways, ..Routing::default() };
             let (len, starts) = arena(&layout, &stretches, &routing);
             let mut taken = Vec::new();

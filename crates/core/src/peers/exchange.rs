@@ -536,7 +536,7 @@ impl Serving {
         self.on(at, Heard::Parcel);
         if let Some(Awaited { read, .. }) = self.awaited.remove(&parcel) {
             self.parcel_of.remove(&read.ticket);
-            let done = Done { ticket: read.ticket, result: Ok(read.len), route: read.route, written: read.len };
+            let done = Done { ticket: read.ticket, result: Ok(read.len), lane: read.lane, written: read.len };
             self.events.push(Progress::Done(done));
         }
     }
@@ -603,8 +603,8 @@ impl Serving {
         }
         for (_, Awaited { read, .. }) in self.awaited.drain() {
             let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was received");
-            let Read { ticket, route, written, .. } = read;
-            self.events.push(Progress::Done(Done { ticket, result: Err(error), route, written }));
+            let Read { ticket, lane, written, .. } = read;
+            self.events.push(Progress::Done(Done { ticket, result: Err(error), lane, written }));
         }
         self.parcel_of.clear();
         if let Some(failure) = self.failure.clone() {

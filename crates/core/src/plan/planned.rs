@@ -10,7 +10,7 @@ use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{InCommon, Landing, Piece};
+use crate::extent::{Landing, Piece};
 use crate::format::Checkpoint;
 use crate::machine;
 use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
@@ -85,7 +85,8 @@ impl Planned {
         let among = ranks.is_some();
         routing.gap = among.then(|| options.least_gap());
         if options.io == Io::Mapped {
-            if let Some(f) = survey.files.iter().zip(&routing.ways).position(|(s, way)| s.is_some() && !way.mapped) {
+            if let Some(f) = survey.files.iter().zip(&routing.ways).position(|(s, way)| s.is_some() && !way.is_mapped())
+            {
                 return Err(Error::new(
                     ErrorKind::Unsupported,
                     "io=\"mapped\" was asked for, but files on this kind of file system are never mapped: if another \
@@ -114,11 +115,11 @@ impl Planned {
         };
         let traits = survey.files.into_iter().zip(&routing.ways).zip(measured).map(|((surveyed, way), measured)| {
             let Some(surveyed) = surveyed else { return FileTraits::default() };
-            report.resident_bytes += surveyed.warm();
+            report.resident_bytes += if surveyed.facts.kind == FsKind::Remote { 0 } else { surveyed.warm() };
             let all_resident = surveyed.missing() == 0;
             // Between two samples there may be pages that the page cache does not hold. So all pages are populated: a first
             // touch must not have to read the disk.
-            let resident = if way.mapped && surveyed.sampled { Vec::new() } else { surveyed.resident };
+            let resident = if way.is_mapped() && surveyed.sampled { Vec::new() } else { surveyed.resident };
             let storage = surveyed.facts.storage as u32;
             // Stores know what their requests cost.
             let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
@@ -132,16 +133,7 @@ impl Planned {
             let is_warm = in_cache && !surveyed.sampled && all_resident;
             let by_rows = is_warm && way.warm.scatters && way.through != Through::Nothing;
             let rows = by_rows.then(|| options.gap.map_or(ROW_GAP, |gap| gap.min(ROW_GAP)));
-            FileTraits {
-                storage,
-                direct_align: surveyed.facts.direct_align,
-                resident,
-                way: *way,
-                staging: surveyed.facts.staging,
-                extent,
-                gap,
-                rows,
-            }
+            FileTraits { storage, unit: surveyed.facts.lanes.unit, resident, way: *way, extent, gap, rows }
         });
         let traits: Vec<FileTraits> = traits.collect();
         let limits = Limits {
@@ -206,7 +198,7 @@ pub fn missing_where_mappable(
             let why = "a lease on an overlay does not see a program that writes to the layer below";
             return Ok(Err(format!("{}: {why}", file.spelled)));
         }
-        if !s.facts.mappable || !matches!(s.facts.kind, FsKind::Local | FsKind::Memory) {
+        if s.facts.lanes.mapping.is_none() || !matches!(s.facts.kind, FsKind::Local | FsKind::Memory) {
             return Ok(Err(format!("{} is on no disk of this machine that Penstock maps", file.spelled)));
         }
         found = (found.0 + s.missing(), found.1 + (s.span.end - s.span.start));
@@ -217,7 +209,7 @@ pub fn missing_where_mappable(
 /// What these extents read that nobody wants.
 fn unwanted(schedule: &Schedule, which: Range<usize>, wants: &[Want], files: &Storage) -> Unwanted {
     let mut found = Unwanted::default();
-    for e in schedule.extents[which].iter().filter(|e| !matches!(e.shared, Some(InCommon::Received(_)))) {
+    for e in schedule.extents[which].iter().filter(|e| !e.is_received()) {
         // A direct read covers whole sectors. The part past the end of the file never arrives.
         let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
         found.slack += e.slack.saturating_sub(past_end);
@@ -256,7 +248,7 @@ fn gaps_measured(
     let mut known: BTreeMap<(u64, bool), Option<u64>> = BTreeMap::new();
     for (file, (surveyed, way)) in (0..).zip(survey.files.iter().zip(&routing.ways)) {
         let Some(surveyed) = surveyed.as_ref().filter(|s| s.cut && s.facts.gap.is_none()) else { continue };
-        let Way { mapped: false, cold, .. } = way else { continue };
+        let Way { mapping: None, cold, .. } = way else { continue };
         let key = (surveyed.facts.storage, cold.whole_units);
         if let Some(answer) = known.get(&key) {
             found[file as usize] = *answer;

@@ -53,7 +53,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     // Files of stores that a scheme names do not affect the page cache.
     let cacheable = || found().filter(|s| s.facts.kind != FsKind::Remote);
     let sum = |of: &dyn Fn(&Surveyed) -> u64| cacheable().map(of).fold(0, u64::saturating_add);
-    let mappable = |s: &Surveyed| s.facts.mappable && s.facts.kind != FsKind::Remote;
+    let mappable = |s: &Surveyed| s.facts.lanes.mapping.is_some() && s.facts.kind != FsKind::Remote;
     let is_mapped = |s: &Surveyed| {
         !private
             && mappable(s)
@@ -62,7 +62,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     // On a network, O_DIRECT gives up the server's read-ahead (published: 0.49 against 2.44 GiB/s). So it is used only if
     // the caller asks for it. Stores that a scheme names have no such thing.
     let has_direct = |s: &Surveyed| {
-        s.facts.direct_align.is_some()
+        s.facts.lanes.past_cache.is_some()
             && match s.facts.kind {
                 FsKind::Local => true,
                 FsKind::Memory | FsKind::Network => past,
@@ -97,11 +97,13 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let way = |s: &Surveyed| {
         let mapped = is_mapped(s);
         let cold = s.missing() > 0 && mappable(s);
-        let route = |direct: bool| if direct && has_direct(s) { Lane::DIRECT } else { s.facts.lane };
+        let lanes = &s.facts.lanes;
+        let lane = |past: bool, else_by: Lane| lanes.past_cache.filter(|_| past && has_direct(s)).unwrap_or(else_by);
+        let on_device = lanes.device.filter(|_| into == Goal::Gpu && options.io == Io::Auto);
         let through = match what {
             Cold::None => Through::Ahead,
             // What could have gone past the page cache and goes through it is there already.
-            Cold::Bypass if s.facts.kind == FsKind::Local && s.facts.direct_align.is_some() => Through::Ahead,
+            Cold::Bypass if s.facts.kind == FsKind::Local && lanes.past_cache.is_some() => Through::Ahead,
             Cold::Bypass => Through::Nothing,
             Cold::Keep | Cold::Try if cold && s.is_whole() && !mapped => Through::HugePages,
             // Elsewhere the read-ahead may be what makes a server fast.
@@ -109,15 +111,15 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
             Cold::Keep | Cold::Try => Through::Ahead,
         };
         Way {
-            mapped,
+            mapping: lanes.mapping.filter(|_| mapped),
             in_part: mapped && cold && !s.is_whole(),
-            cold: route(past || !keep || tries),
-            warm: route(past),
-            parts: s.facts.lane,
+            cold: on_device.unwrap_or_else(|| lane(past || !keep || tries, lanes.any)),
+            warm: lane(past, lanes.resident),
+            parts: lanes.any,
             through,
         }
     };
-    let ways = survey.files.iter().map(|s| s.as_ref().map_or_else(Way::default, way)).collect();
+    let ways: Vec<Way> = survey.files.iter().map(|s| s.as_ref().map_or_else(Way::default, way)).collect();
 
     let network = found().any(|s| s.facts.kind == FsKind::Network);
     let here = what == Cold::None && !network && found().all(|s| is_mapped(s) && s.moved == 0);
@@ -131,8 +133,9 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     };
     // The most that one of these stores declares; one that declares nothing wants `usual`.
     let declared = |staging, usual| {
-        let those = found().filter(|s| s.facts.staging == staging);
-        those.map(|s| s.facts.parallelism.unwrap_or(usual)).max().unwrap_or(usual)
+        let those = survey.files.iter().zip(&ways).filter_map(|(s, way)| Some((s.as_ref()?, way)));
+        let those = those.filter(|(_, way)| [way.cold, way.warm, way.parts].iter().any(|lane| lane.staging == staging));
+        those.map(|(s, _)| s.facts.parallelism.unwrap_or(usual)).max().unwrap_or(usual)
     };
     let (depth, requests, buffered_depth) = match options.depth {
         // Each worker should find the next read waiting when it has done one.

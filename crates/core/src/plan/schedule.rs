@@ -1,7 +1,7 @@
-//! Schedule: the extents to read, in order, cut and coalesced, each with its route and its pieces.
+//! Schedule: the extents to read, in order, cut and coalesced, each with its lane and its pieces.
 //!
 //! File by file, the runs of all wants are merged in order of their offsets and coalesced into spans. A span is divided
-//! where its route or landing changes, and each part is cut into extents. Every division falls on a page of the file
+//! where its lane or landing changes, and each part is cut into extents. Every division falls on a page of the file
 //! (or on the larger unit of O_DIRECT), and runs that touch the same page are in the same span. So no page is read
 //! twice, and the extra bytes of a read in place never belong to another want. There are two exceptions. Of a file that is
 //! both mapped and read the mapped bytes are populated separately. Short rows that the page cache holds have extents of
@@ -12,7 +12,7 @@ use super::shares::{BothWays, Parcel, Shares};
 use super::strides::Strides;
 use super::want::{Runs, Strips, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{ByLane, ByRows, Extent, InCommon, Landing, Lane, Piece, TakesSlab};
+use crate::extent::{ByLane, ByRows, Extent, InCommon, Landing, Lane, Piece};
 use crate::format::{quoted, Checkpoint};
 use crate::options::{GPU_ALIGN, HUGE_PAGE, KIB, MIB, PAGE};
 use crate::rows;
@@ -26,14 +26,12 @@ use std::ops::Range;
 pub struct FileTraits {
     /// Number of the storage device; extents of different devices interleave.
     pub storage: u32,
-    /// Bytes that O_DIRECT offsets and lengths must be multiples of; `None` if O_DIRECT is not used.
-    pub direct_align: Option<u64>,
+    /// Bytes that offsets and lengths of reads in whole units must be multiples of; `None` if it has no such reads.
+    pub unit: Option<u64>,
     /// Sorted, disjoint byte ranges whose pages are resident.
     pub resident: Vec<Range<u64>>,
     /// The way that was decided for it.
     pub way: Way,
-    /// When the slabs of its extents are taken.
-    pub staging: TakesSlab,
     /// Most bytes of one extent of it, at most [`Limits::extent`], which holds where this is `None`.
     pub extent: Option<u64>,
     /// The gap of this file; [`Limits::gap`] holds where this is `None`.
@@ -182,7 +180,7 @@ impl Schedule {
 
     /// The same for one rank of several. What several want are parcels, which are extents of their own, in slabs: those that this
     /// rank reads stand in the order with the rest. Those that others read come first (of a section, where the ranks find out
-    /// whether to exchange), as files behind those of the checkpoint, one for each rank.
+    /// whether to exchange), in the lane of ranks.
     pub fn together(
         checkpoint: &Checkpoint,
         layout: &Layout,
@@ -331,7 +329,7 @@ impl Schedule {
     pub fn totals(&self) -> Totals {
         let mut totals = Totals::default();
         for e in &self.extents {
-            totals.lanes.count(e.route, e.bytes_read());
+            totals.lanes.count(e.lane, e.bytes_read());
             totals.wanted += e.wanted;
             totals.slack += e.slack;
             totals.gap += e.bytes_read().saturating_sub(e.wanted + e.slack);
@@ -371,7 +369,7 @@ fn stretches(layout: &Layout, files: &[FileTraits], limits: &Limits) -> Vec<u32>
     for pair in mirrors.windows(2) {
         let ((file, _, end, before), (other, start, _, block)) = (pair[0], pair[1]);
         let traits = &files[file as usize];
-        if file == other && (traits.way.mapped || start.saturating_sub(end) <= traits.gap(limits)) {
+        if file == other && (traits.way.is_mapped() || start.saturating_sub(end) <= traits.gap(limits)) {
             first[block as usize] = first[before as usize];
         }
     }
@@ -403,12 +401,13 @@ struct Rules {
     window: Option<u64>,
     cold: Lane,
     warm: Lane,
+    /// Lane of what those two cannot bring.
+    parts: Lane,
     /// Sorted, disjoint, on whole units, none of them shorter than [`RESIDENT`].
     resident: Vec<Range<u64>>,
     /// Whether the page cache holds all that is wanted (mapped files only).
     all_resident: bool,
     scatter: Option<u64>,
-    staging: TakesSlab,
     /// Whether mirror blocks are read in place. Their padding is only one page.
     in_place: bool,
     /// Set if rows are read one by one: the longest gap that is read.
@@ -416,7 +415,7 @@ struct Rules {
 }
 
 impl Rules {
-    fn mapped(file: u32, traits: &FileTraits, limits: &Limits, span: Range<u64>) -> Rules {
+    fn mapped(file: u32, lane: Lane, traits: &FileTraits, limits: &Limits, span: Range<u64>) -> Rules {
         let all_resident = traits.resident.iter().any(|r| r.start <= span.start && r.end >= span.end);
         let extent = traits.extent(limits);
         let extent = if all_resident { extent.max(RESIDENT_MAPPED) } else { extent };
@@ -428,12 +427,12 @@ impl Rules {
             gap: traits.gap(limits),
             direct_in_place: limits.direct_in_place,
             window: limits.window,
-            cold: Lane::MAPPED,
-            warm: Lane::MAPPED,
+            cold: lane,
+            warm: lane,
+            parts: lane,
             resident: Vec::new(),
             all_resident,
             scatter: None,
-            staging: traits.staging,
             in_place: true,
             rows: None,
         }
@@ -441,15 +440,15 @@ impl Rules {
 
     fn read(file: u32, traits: &FileTraits, limits: &Limits, size: u64) -> Rules {
         let most = traits.extent(limits);
-        let direct = match traits.direct_align {
+        let units = match traits.unit {
             Some(align) if align != 0 && PAGE % align == 0 => Some(PAGE),
             Some(align) if align % PAGE == 0 && align != 0 && align <= most => Some(align),
             _ => None,
         };
         // A file without a unit that suits is read in parts of any length.
-        let usable = |lane: Lane| if lane.whole_units && direct.is_none() { traits.way.parts } else { lane };
+        let usable = |lane: Lane| if lane.whole_units && units.is_none() { traits.way.parts } else { lane };
         let (cold, warm) = (usable(traits.way.cold), usable(traits.way.warm));
-        let unit = direct.filter(|_| cold.whole_units || warm.whole_units).unwrap_or(PAGE);
+        let unit = units.filter(|_| cold.whole_units || warm.whole_units).unwrap_or(PAGE);
         let mut resident: Vec<Range<u64>> = Vec::new();
         if cold != warm {
             for r in &traits.resident {
@@ -465,7 +464,8 @@ impl Rules {
             resident.retain(|r| r.end - r.start >= RESIDENT);
         }
         let extent = (most / unit * unit).max(unit);
-        let (gap, scatter) = (traits.gap(limits), limits.scatter);
+        let gap = traits.gap(limits);
+        let scatter = limits.scatter.or(cold.lands_on_device().then_some(PAGE));
         let all_resident = false;
         Rules {
             file,
@@ -481,10 +481,10 @@ impl Rules {
             window: limits.window,
             cold,
             warm,
+            parts: traits.way.parts,
             resident,
             all_resident,
             scatter,
-            staging: traits.staging,
             in_place: unit == PAGE,
             rows: None,
         }
@@ -506,6 +506,15 @@ impl Rules {
             in_place: false,
             rows: Some(gap),
             ..read
+        }
+    }
+
+    /// The lane of a read that lands in a slab.
+    fn by_slab(&self, lane: Lane) -> Lane {
+        if lane.lands_on_device() {
+            self.parts
+        } else {
+            lane
         }
     }
 
@@ -738,7 +747,7 @@ impl Making<'_> {
             let traits = &files[file as usize];
             for &want in wants.iter().filter(|&&want| wanted(want)) {
                 match self.kind(want) {
-                    BlockKind::Mirror { .. } if traits.way.mapped => mapped.push(want),
+                    BlockKind::Mirror { .. } if traits.way.is_mapped() => mapped.push(want),
                     BlockKind::Mirror { .. } => read.push(want),
                     _ if traits.rows.is_some() && has_short_rows(&layout.runs[want as usize]) => rows.push(want),
                     _ => read.push(want),
@@ -747,7 +756,9 @@ impl Making<'_> {
             let size = checkpoint.files()[file as usize].size;
             let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
             let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
-            self.file(&Rules::mapped(file, traits, limits, start..end), &mapped);
+            if let Some(lane) = traits.way.mapping {
+                self.file(&Rules::mapped(file, lane, traits, limits, start..end), &mapped);
+            }
             self.file(&Rules::read(file, traits, limits, size), &read);
             if let Some(gap) = traits.rows {
                 self.file(&Rules::rows(file, traits, limits, size, gap), &rows);
@@ -815,7 +826,7 @@ impl Making<'_> {
         }
     }
 
-    /// Divides the span by landing, route and breaks, and empties it.
+    /// Divides the span by landing, lane and breaks, and empties it.
     fn span(&mut self, rules: &Rules, end: u64) {
         self.next = 0;
         self.carry.clear();
@@ -825,14 +836,14 @@ impl Making<'_> {
             let mut at = part.start;
             while at < part.end {
                 let resident = &rules.resident[rules.resident.partition_point(|r| r.end <= at)..];
-                let (route, mut past) = match resident.first() {
+                let (lane, mut past) = match resident.first() {
                     Some(r) if r.start <= at => (rules.warm, r.end),
                     Some(r) => (rules.cold, r.start),
                     None => (rules.cold, u64::MAX),
                 };
                 while breaks_left.next_if(|b| *b <= at).is_some() {}
                 past = past.min(part.end).min(breaks_left.peek().map_or(u64::MAX, |b| *b));
-                self.cut(rules, at..past, home, route);
+                self.cut(rules, at..past, home, lane);
                 at = past;
             }
         }
@@ -893,10 +904,10 @@ impl Making<'_> {
         parts
     }
 
-    /// Cuts a part of the span, alike in landing and route, into extents.
-    fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, route: Lane) {
-        let home = home.filter(|_| !route.whole_units || route.is_mapping() || rules.direct_in_place);
-        let whole_units = route.whole_units;
+    /// Cuts a part of the span, alike in landing and lane, into extents.
+    fn cut(&mut self, rules: &Rules, part: Range<u64>, home: Option<u32>, lane: Lane) {
+        let home = home.filter(|_| !lane.whole_units || lane.is_mapping() || rules.direct_in_place);
+        let whole_units = lane.whole_units;
         let (mut at, end) =
             if whole_units { (rules.down(part.start), rules.up(part.end)) } else { (part.start, part.end) };
         while at < end {
@@ -908,7 +919,8 @@ impl Making<'_> {
                 _ if left < 2 * rules.extent => (at + left / 2).next_multiple_of(step).min(furthest),
                 _ => furthest,
             };
-            let mut scatter = rules.scatter.filter(|_| route.scatters && home.is_none());
+            let scatters = lane.scatters && (self.into_memory || lane.lands_on_device());
+            let mut scatter = rules.scatter.filter(|_| scatters && home.is_none());
             let entries = loop {
                 match self.gather(rules, at, past.min(part.end), home, scatter) {
                     Gathered::All(entries) => break entries,
@@ -918,12 +930,12 @@ impl Making<'_> {
             };
             let landing = match (home, entries) {
                 _ if rules.rows.is_some() && self.into_memory && self.is_dense() => Landing::Scatter,
-                (Some(block), _) if route.is_mapping() => Landing::Mapping { block, resident: rules.all_resident },
+                (Some(block), _) if lane.is_mapping() => Landing::Mapping { block, resident: rules.all_resident },
                 (Some(block), ..) => Landing::Block { block },
                 (None, Some(_)) => Landing::Scatter,
                 (None, None) => Landing::Slab,
             };
-            self.emit(rules, route, landing);
+            self.emit(rules, lane, landing);
             let (atoms, next, done) = (&self.atoms, self.next, past.min(part.end));
             self.carry.retain(|&i| atoms[i].end() > done);
             let started = next + atoms[next..].iter().take_while(|a| a.start < done).count();
@@ -1040,7 +1052,7 @@ impl Making<'_> {
                     let rules = Rules::read(parcel.file, traits, limits, size);
                     self.emit_parcel(&rules, number, parcel);
                 }
-                _ if packed > 0 => self.emit_received(files.len() as u32 + parcel.reader, number, packed),
+                _ if packed > 0 => self.emit_received(parcel, number, packed),
                 _ => {}
             }
         }
@@ -1050,8 +1062,8 @@ impl Making<'_> {
     fn emit_parcel(&mut self, rules: &Rules, number: u32, parcel: &Parcel) {
         let resident = &rules.resident[rules.resident.partition_point(|r| r.end <= parcel.start)..];
         let warm = resident.first().is_some_and(|r| r.start <= parcel.start && r.end >= parcel.end);
-        let route = if warm { rules.warm } else { rules.cold };
-        let (offset, past) = match route.whole_units {
+        let lane = rules.by_slab(if warm { rules.warm } else { rules.cold });
+        let (offset, past) = match lane.whole_units {
             false => (parcel.start, parcel.end),
             true => (rules.down(parcel.start), rules.up(parcel.end)),
         };
@@ -1062,9 +1074,9 @@ impl Making<'_> {
             offset,
             len,
             need,
-            route,
+            lane,
             landing: Landing::Slab,
-            staging: rules.staging,
+            staging: lane.staging,
             pieces,
             wanted: parcel.end - parcel.start,
             slack: len - (parcel.end - parcel.start),
@@ -1074,21 +1086,21 @@ impl Making<'_> {
     }
 
     /// Makes an extent of what comes of a parcel from its reader.
-    fn emit_received(&mut self, file: u32, number: u32, len: u64) {
+    fn emit_received(&mut self, parcel: &Parcel, number: u32, len: u64) {
         let strided = self.scratch.iter().any(|piece| self.layout.strides_of(piece.want).is_some());
         let pieces = self.keep(0);
         self.schedule.extents.push(Extent {
-            file,
+            file: parcel.file,
             offset: 0,
             len,
             need: len,
-            route: Lane::RANK,
+            lane: Lane::RANK,
             landing: if strided || !self.into_memory { Landing::Slab } else { Landing::Scatter },
-            staging: TakesSlab::AtArrival,
+            staging: Lane::RANK.staging,
             pieces,
             wanted: len,
             slack: 0,
-            shared: Some(InCommon::Received(number)),
+            shared: Some(InCommon::Received { parcel: number, reader: parcel.reader }),
             rows: None,
         });
     }
@@ -1109,10 +1121,11 @@ impl Making<'_> {
     }
 
     /// Makes an extent of what `gather` has collected.
-    fn emit(&mut self, rules: &Rules, route: Lane, landing: Landing) {
+    fn emit(&mut self, rules: &Rules, lane: Lane, landing: Landing) {
         let Some(first) = self.scratch.first().map(|p| p.from) else { return };
+        let lane = if landing == Landing::Slab { rules.by_slab(lane) } else { lane };
         let last = self.scratch.iter().map(end).max().unwrap_or(first);
-        let (offset, past) = if route.whole_units { (rules.down(first), rules.up(last)) } else { (first, last) };
+        let (offset, past) = if lane.whole_units { (rules.down(first), rules.up(last)) } else { (first, last) };
         // In a slab they lie one behind the other. Those that several wants take lie there several times, and may need more
         // room than the extent. Then it is read whole, which is less.
         let packed: u64 = self.scratch.iter().map(Piece::nbytes).sum();
@@ -1128,9 +1141,9 @@ impl Making<'_> {
             offset,
             len: past - offset,
             need: last - offset,
-            route,
+            lane,
             landing,
-            staging: rules.staging,
+            staging: lane.staging,
             pieces,
             wanted: distinct(&self.scratch),
             slack: (first - offset) + (past - last),

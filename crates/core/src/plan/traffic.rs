@@ -9,7 +9,7 @@ use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
 use super::shares::{Party, Shares};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Extent, InCommon, Lane};
+use crate::extent::{Extent, Lane};
 use crate::format::Checkpoint;
 use crate::options::{Options, Order, Scope, PAGE};
 use crate::way::Way;
@@ -222,7 +222,7 @@ impl<'a> Counting<'a> {
         let options = Options::default();
         let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
         let way = Way { cold: Lane::DIRECT, ..Way::default() };
-        let file = FileTraits { direct_align: Some(512), way, ..FileTraits::default() };
+        let file = FileTraits { unit: Some(512), way, ..FileTraits::default() };
         let files = vec![file; checkpoint.files().len()];
         let limits = Limits {
             extent: options.extent,
@@ -243,7 +243,7 @@ impl<'a> Counting<'a> {
     fn together(&self, shares: &Shares, rank: u32) -> Vec<Extent> {
         let ranks = OneOfRanks { shares, rank };
         let mut all = Schedule::together(self.checkpoint, &self.layout, &self.files, &self.limits, &ranks).extents;
-        all.retain(|e| !matches!(e.shared, Some(InCommon::Sent(_) | InCommon::Received(_))));
+        all.retain(|e| e.shared.is_none());
         all
     }
 

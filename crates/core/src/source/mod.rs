@@ -15,8 +15,8 @@
 //! let mut source = Router::new(files.clone(), Io::Auto, &Arc::default())?;
 //! let memory: &'static mut [u8] = Box::leak(Box::new([0; 8])); // so that there is nothing to keep alive
 //! let (into, keep) = (Destination::Memory(memory.as_mut_ptr()), Arc::new(()));
-//! let route = Lane::BUFFERED;
-//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, route, into, fresh: false, written: 0, keep };
+//! let lane = Lane::BUFFERED;
+//! let read = Read { ticket: Ticket(7), file: 0, offset: 0, len: 8, need: 8, lane, into, fresh: false, written: 0, keep };
 //! source.submit(read).ok();
 //! source.flush()?;
 //! let mut events = Vec::new();
@@ -28,7 +28,7 @@
 //! # }
 //! ```
 //!
-//! [`Router`] is the source of a load; it composes [`Threads`] and [`Uring`] over one set of [`Files`](crate::store::Files).
+//! [`Router`] reads files of this machine; it composes [`Threads`] and [`Uring`] over one set of [`Files`](crate::store::Files).
 //!
 //! A source whose bytes come late is sent reads without a place to land ([`Destination::OnArrival`]). It reports
 //! [`Progress::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
@@ -42,9 +42,9 @@
 //! - `wake` is readable when there is something to poll. It may be readable now and then without anything to poll, but
 //!   never steadily.
 
+mod dispatcher;
 mod fill;
 mod flight;
-mod mux;
 mod router;
 mod rows;
 mod threads;
@@ -54,7 +54,8 @@ mod touch;
 mod trial;
 mod uring;
 
-pub(crate) use mux::Mux;
+pub(crate) use dispatcher::Dispatcher;
+pub use dispatcher::LaneSource;
 pub use router::Router;
 pub use threads::Threads;
 #[cfg(any(test, feature = "testing"))]
@@ -65,16 +66,39 @@ pub(crate) use trial::{Chosen, Trial};
 pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Lane, Ticket};
+use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;
+use crate::options::Io;
 use crate::rows::RowPlaces;
 use crate::store::Files;
+use crate::timeline::Timeline;
+use crate::way::Routing;
 use std::any::Any;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// How a load reads: what the sources of its stores are made for.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    /// The interface that the caller asked for.
+    pub io: Io,
+    /// What was decided before the load.
+    pub routing: Arc<Routing>,
+    /// Where reads are recorded, if they are.
+    pub(crate) timeline: Option<Arc<Timeline>>,
+    /// What the pace of the storage decides, if it is to decide.
+    pub(crate) chosen: Chosen,
+}
+
+impl Reading {
+    /// Reads by `io`, as `routing` says.
+    pub fn new(io: Io, routing: Arc<Routing>) -> Reading {
+        Reading { io, routing, timeline: None, chosen: Chosen::default() }
+    }
+}
 
 /// One I/O.
 pub struct Read {
@@ -89,7 +113,7 @@ pub struct Read {
     /// Bytes that must arrive; fewer is an error of kind `Truncated`.
     pub need: u64,
     /// The lane by which it should come.
-    pub route: Lane,
+    pub lane: Lane,
     /// Where its bytes arrive.
     pub into: Destination,
     /// Whether pages of that memory may not exist yet. The thread that submits a direct read then waits until the
@@ -134,8 +158,8 @@ unsafe impl Send for Read {}
 
 impl std::fmt::Debug for Read {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Read { ticket, file, offset, len, route, .. } = self;
-        write!(f, "Read({ticket:?}, file {file}, bytes {offset}+{len}, {route:?})")
+        let Read { ticket, file, offset, len, lane, .. } = self;
+        write!(f, "Read({ticket:?}, file {file}, bytes {offset}+{len}, {lane:?})")
     }
 }
 
@@ -147,7 +171,7 @@ pub struct Done {
     /// Bytes that arrived, at least the read's `need`; otherwise the error.
     pub result: Result<u64, Error>,
     /// The lane by which it came in the end.
-    pub route: Lane,
+    pub lane: Lane,
     /// Bytes from the first on that were written to their place, or may have been: of a read that failed, those that had
     /// arrived, and what a call of the kernel that failed may have written without saying so.
     pub written: u64,
@@ -162,6 +186,14 @@ pub enum Progress {
     /// Some bytes of a read that has its place are there, and it goes on. A source whose reads can take seconds reports it
     /// about once a second while bytes come; otherwise the load takes the read for stalled.
     Received(Ticket),
+    /// The source cannot bring this read in its lane. None of its bytes has arrived. The load sends it again in the lane that
+    /// [`Declared::refused`](crate::extent::Declared::refused) names.
+    Refused {
+        /// The read.
+        read: Read,
+        /// The reason, for the report.
+        cause: Error,
+    },
     /// A read has ended, well or not.
     Done(Done),
 }
@@ -202,12 +234,19 @@ pub trait Source: Send {
     /// Reads submitted and not yet polled.
     fn in_flight(&self) -> usize;
 
+    /// Memory of a device that reads will land in still has work in a queue: nothing is written to it before this fence. Only
+    /// sources whose lanes land on a device are concerned.
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
+        let _ = fence;
+        Ok(())
+    }
+
     /// Since the last call: pages of mappings that were touched, and those that are left to their first touch.
     fn take_touches(&mut self) -> Touches {
         Touches::default()
     }
 
-    /// Routes that were refused since the last call, and what replaced them.
+    /// What was refused since the last call, and what replaced it.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         Vec::new()
     }
@@ -248,7 +287,13 @@ impl Read {
         let range = self.offset..self.offset + self.need;
         let written = self.written.max(*result.as_ref().unwrap_or(&0));
         let result = result.map_err(|e| e.at(files.path(self.file)).range(range));
-        Done { ticket: self.ticket, result, route: self.route, written }
+        Done { ticket: self.ticket, result, lane: self.lane, written }
+    }
+
+    /// The outcome of a read that nobody has performed.
+    fn failed(self, error: Error) -> Done {
+        let error = error.range(self.offset..self.offset + self.need);
+        Done { ticket: self.ticket, result: Err(error), lane: self.lane, written: self.written }
     }
 
     /// The outcome of a read that was given up.
@@ -260,9 +305,7 @@ impl Read {
 
     /// The same, without the file's name.
     fn given_up(self) -> Done {
-        let range = self.offset..self.offset + self.need;
-        let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read").range(range);
-        Done { ticket: self.ticket, result: Err(error), route: self.route, written: self.written }
+        self.failed(Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read"))
     }
 
     /// `got` bytes arrived and then the file ended.

@@ -1,7 +1,7 @@
-//! The source of a load. Each read goes by its route. If the kernel refuses one way, the router finds another during
-//! the load.
+//! The source of files of this machine: it has all their lanes. Each read goes by its lane. If the kernel refuses one way,
+//! the router finds another during the load.
 //!
-//! | route | goes | if that is refused |
+//! | lane | goes | if that is refused |
 //! |---|---|---|
 //! | mapped, buffered | pool of threads | |
 //! | buffered, if `io` asks for io_uring | io_uring without O_DIRECT | pool of threads |
@@ -44,7 +44,7 @@ pub struct Router {
     insists: bool,
     /// For each file, whether it refused O_DIRECT.
     refused: Vec<bool>,
-    /// Refused by a route, and waiting because the next one is full.
+    /// Refused by a lane, and waiting because the next one is full.
     back: Vec<Read>,
     /// Outcomes that need no source.
     over: Vec<Done>,
@@ -135,7 +135,7 @@ impl Router {
     }
 
     /// What reads ranges of the files into the page cache when all is done.
-    pub(super) fn late(&self) -> ReadAhead {
+    pub(crate) fn late(&self) -> ReadAhead {
         self.threads.late()
     }
 
@@ -190,7 +190,7 @@ impl Router {
     }
 
     fn by(&self, read: &Read) -> By {
-        match read.route {
+        match read.lane {
             Lane::MAPPED => By::Pool(How::Mapped),
             // The pages are there.
             Lane::BUFFERED if matches!(read.into, Destination::Rows { .. }) => By::Pool(How::Buffered),
@@ -223,10 +223,10 @@ impl Router {
         if matches!((self.by(&read), &self.buffered), (By::Uring, BufferedBy::Later)) {
             self.begin_buffered();
         }
-        let route = read.route;
+        let lane = read.lane;
         let by = self.by(&read);
         if matches!(by, By::Uring | By::Pool(How::Buffered | How::Uncached)) {
-            read.route = Lane::BUFFERED;
+            read.lane = Lane::BUFFERED;
         }
         let sent = match (by, &mut self.direct, &mut self.buffered) {
             (By::Pool(how), ..) => self.threads.submit_as(read, how),
@@ -235,7 +235,7 @@ impl Router {
             (By::Direct, Direct::Uring(uring), _) => uring.submit(read),
             (By::Direct, Direct::Threads, _) => self.threads.submit_as(read, How::Direct),
         };
-        sent.map_err(|read| Read { route, ..read })
+        sent.map_err(|read| Read { lane, ..read })
     }
 
     /// The interface works. So this file does not do O_DIRECT, or not with this read.
@@ -341,7 +341,7 @@ impl Router {
 
 impl Source for Router {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        if read.route == Lane::DIRECT && !self.begun && (self.insists || !self.is_network(read.file)) {
+        if read.lane == Lane::DIRECT && !self.begun && (self.insists || !self.is_network(read.file)) {
             self.begin();
         }
         self.send(read)

@@ -1,4 +1,4 @@
-//! A pool of threads that read: the buffered and the mapped route, and O_DIRECT where io_uring is not used.
+//! A pool of threads that read: the buffered and the mapped lane, and O_DIRECT where io_uring is not used.
 //!
 //! Threads start as reads queue up and end with the load. A thread that hangs in the kernel (a network mount whose
 //! server is gone cannot be interrupted) is left behind with its read. The read keeps the memory to which the kernel
@@ -221,7 +221,7 @@ impl Threads {
 
 /// Has ranges of files read into the page cache when all reads of a pool are done, without waiting for them.
 #[derive(Debug)]
-pub(super) struct ReadAhead(Arc<PoolShared>);
+pub(crate) struct ReadAhead(Arc<PoolShared>);
 
 impl ReadAhead {
     pub(super) fn fetch(&self, ranges: impl IntoIterator<Item = (u32, Range<u64>)>) {
@@ -231,7 +231,7 @@ impl ReadAhead {
 
 impl Source for Threads {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        let way = match read.route {
+        let way = match read.lane {
             Lane::MAPPED => How::Mapped,
             Lane::DIRECT => How::Direct,
             _ => How::Buffered,
@@ -333,7 +333,7 @@ impl PoolShared {
         let begun = Instant::now();
         let result = perform();
         let span = Span::new(Track::Reader(number), "read", begun, Instant::now());
-        timeline.add(span.of_read(read.ticket, read.route, (read.file, read.offset), read.len));
+        timeline.add(span.of_read(read.ticket, read.lane, (read.file, read.offset), read.len));
         result
     }
 
@@ -441,7 +441,7 @@ impl PoolShared {
                 tools.written = read.len;
                 self.read_direct(read, *at)
             }
-            _ => Err(Error::new(ErrorKind::Internal, "a read's route and destination do not go together").into()),
+            _ => Err(Error::new(ErrorKind::Internal, "a read's lane and destination do not go together").into()),
         }
     }
 
@@ -741,14 +741,14 @@ mod tests {
         let mapping = Arc::new(Mapping::new(file.as_file(), LEN).unwrap());
         let at = mapping.at();
         let into = Destination::Mapping { at, resident: false };
-        let (ticket, route) = (Ticket(0), Lane::MAPPED);
+        let (ticket, lane) = (Ticket(0), Lane::MAPPED);
         let read = Read {
             ticket,
             file: 0,
             offset: 0,
             len: LEN,
             need: LEN,
-            route,
+            lane,
             into,
             fresh: false,
             written: 0,
@@ -790,8 +790,8 @@ mod tests {
             // SAFETY: the mapping is as long as the file.
             let at = unsafe { mapping.at().add(offset as usize) };
             let (len, into) = (EACH.min(bytes.len() as u64 - offset), Destination::Mapping { at, resident: false });
-            let (ticket, route, keep) = (Ticket(offset), Lane::MAPPED, mapping.clone());
-            let read = Read { ticket, file: 0, offset, len, need: len, route, into, fresh: false, written: 0, keep };
+            let (ticket, lane, keep) = (Ticket(offset), Lane::MAPPED, mapping.clone());
+            let read = Read { ticket, file: 0, offset, len, need: len, lane, into, fresh: false, written: 0, keep };
             assert!(matches!(pool.shared.map(&read, at, false, &mut tools), Ok(got) if got == len));
         }
         // SAFETY: as above, and nobody writes to the file.
@@ -809,14 +809,14 @@ mod models {
 
     fn read(ticket: u64, into: &'static mut [u8; 8]) -> Read {
         let into = Destination::Memory(into.as_mut_ptr());
-        let route = Lane::BUFFERED;
+        let lane = Lane::BUFFERED;
         Read {
             ticket: Ticket(ticket),
             file: 0,
             offset: 8 * ticket,
             len: 8,
             need: 8,
-            route,
+            lane,
             into,
             fresh: false,
             written: 0,

@@ -137,7 +137,7 @@ impl Source for Throttle {
             self.submitted += 1;
             let e = Error::io("read", &io::Error::from_raw_os_error(errno));
             let e = e.at(self.files.path(read.file)).range(read.offset..read.offset + read.need);
-            let done = Done { ticket: read.ticket, result: Err(e), route: read.route, written: 0 };
+            let done = Done { ticket: read.ticket, result: Err(e), lane: read.lane, written: 0 };
             self.held.push((Instant::now(), done));
             self.arm();
             return Ok(());

@@ -11,10 +11,9 @@
 //! each takes its share of the disk for bytes that the other has read. So where pages turn up in the page cache that this
 //! load has not brought in, it keeps to the page cache, whatever the pace.
 //!
-//! The trial stands before the router, and changes the route of reads that go through the page cache. The router knows
-//! nothing of it.
+//! The trial stands before a source of files, and changes the lane of reads that go through the page cache. The source
+//! knows nothing of it.
 
-use super::router::Router;
 use super::threads::ReadAhead;
 use super::{Done, Progress, Read, Source, Touches};
 use crate::error::Result;
@@ -62,10 +61,9 @@ pub(crate) struct Choice {
 /// The last choice of a trial, for the report. `None` until there is one.
 pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 
-/// A router whose direct reads go past the page cache or through it, as the pace of the storage says.
-#[derive(Debug)]
+/// A source whose direct reads go past the page cache or through it, as the pace of the storage says.
 pub(crate) struct Trial {
-    inner: Router,
+    inner: Box<dyn Source>,
     late: ReadAhead,
     files: Arc<Files>,
     pace: Pace,
@@ -73,8 +71,9 @@ pub(crate) struct Trial {
 }
 
 impl Trial {
-    pub(crate) fn new(inner: Router, files: Arc<Files>, chosen: Chosen) -> Self {
-        Trial { late: inner.late(), inner, files, pace: Pace::new(), chosen }
+    /// `late` reads into the page cache after the trial what has gone past it.
+    pub(crate) fn new(late: ReadAhead, inner: impl Source + 'static, files: Arc<Files>, chosen: Chosen) -> Self {
+        Trial { late, inner: Box::new(inner), files, pace: Pace::new(), chosen }
     }
 
     /// Bytes of a file that are in the page cache; none where nobody may know.
@@ -99,7 +98,7 @@ impl Trial {
 
 impl Source for Trial {
     fn submit(&mut self, mut read: Read) -> Result<(), Read> {
-        if read.route != Lane::DIRECT {
+        if read.lane != Lane::DIRECT {
             return self.inner.submit(read);
         }
         // The submitting thread is woken when one of the reads in flight comes back.
@@ -113,9 +112,9 @@ impl Source for Trial {
             self.pace.share();
         }
         if self.pace.is_through() {
-            read.route = Lane::BUFFERED;
+            read.lane = Lane::BUFFERED;
         }
-        self.inner.submit(read).map_err(|read| Read { route: Lane::DIRECT, ..read })?;
+        self.inner.submit(read).map_err(|read| Read { lane: Lane::DIRECT, ..read })?;
         self.pace.sent(ticket, file, range, Instant::now());
         Ok(())
     }
@@ -129,7 +128,7 @@ impl Source for Trial {
         self.inner.poll(events)?;
         let done = events[before..].iter().filter_map(|event| match event {
             Progress::Done(done) => Some(done),
-            Progress::Arrived(_) | Progress::Received(_) => None,
+            Progress::Arrived(_) | Progress::Received(_) | Progress::Refused { .. } => None,
         });
         self.pace.back(done, Instant::now());
         if self.pace.news && !self.pace.keeps() && self.is_read_by_others() {
@@ -250,7 +249,7 @@ impl Pace {
         for done in done {
             let Some((file, range, past)) = self.out.remove(&done.ticket) else { continue };
             match done.result {
-                Ok(_) if past && done.route != Lane::DIRECT => {
+                Ok(_) if past && done.lane != Lane::DIRECT => {
                     let reason = "O_DIRECT was refused".into();
                     (self.choice, self.news) = (Some(Choice { cold: Cold::Keep, reason }), true);
                     self.stage = Timing::Over;
@@ -335,8 +334,8 @@ mod tests {
         now: Instant,
     }
 
-    fn done(n: u64, route: Lane) -> Done {
-        Done { ticket: Ticket(n), result: Ok(EACH), route, written: EACH }
+    fn done(n: u64, lane: Lane) -> Done {
+        Done { ticket: Ticket(n), result: Ok(EACH), lane, written: EACH }
     }
 
     impl Timed {
@@ -502,7 +501,7 @@ mod tests {
         let mut timed = Timed::new();
         timed.send(0, 1);
         let result = Err(Error::new(ErrorKind::Io, "no"));
-        timed.pace.back(&[Done { ticket: Ticket(0), result, route: Lane::DIRECT, written: 0 }], timed.now);
+        timed.pace.back(&[Done { ticket: Ticket(0), result, lane: Lane::DIRECT, written: 0 }], timed.now);
         assert_eq!((timed.pace.back, timed.cold(), timed.pace.news), (0, None, false));
     }
 }

@@ -604,7 +604,7 @@ mod tests {
                         offset: next * NBYTES as u64,
                         len: NBYTES as u64,
                         need: NBYTES as u64,
-                        route: Lane::BUFFERED,
+                        lane: Lane::BUFFERED,
                         into: Destination::Memory(memory[next as usize].as_mut_ptr()),
                         fresh: true,
                         written: 0,

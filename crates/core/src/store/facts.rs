@@ -1,10 +1,10 @@
-//! What the file system of a file allows: which routes make sense, and what O_DIRECT needs.
+//! What the file system of a file allows: which lanes make sense, and what O_DIRECT needs.
 
 use super::known_disks;
 use super::mounts::mount_of;
 use super::stat::{statx, STATX_DIOALIGN};
 use crate::error::{Error, Result};
-use crate::extent::{Lane, TakesSlab};
+use crate::extent::{FileLanes, Lane};
 use crate::options::PAGE;
 use std::ffi::CString;
 use std::io;
@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// What kind of storage a file system is on. This decides which routes make sense.
+/// What kind of storage a file system is on. This decides which lanes make sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FsKind {
     /// The page cache is the storage (tmpfs, ramfs, hugetlbfs).
@@ -35,19 +35,11 @@ pub struct Facts {
     pub fs: &'static str,
     /// Device number of the storage: files with different numbers can be read side by side.
     pub storage: u64,
-    /// Bytes that addresses, offsets and lengths of O_DIRECT reads must be multiples of. `None`: not supported. If the
-    /// kernel does not say (before 6.1, and most network file systems), 4096 is assumed; a read may then still be
-    /// refused.
-    pub direct_align: Option<u64>,
-    /// The lane of its reads of any length.
-    pub lane: Lane,
-    /// Whether mapping it is safe. If a remote machine truncates or loses a mapped file, its reader is killed.
-    pub mappable: bool,
-    /// Reads in flight that the store wants; `None`: as many as the machine needs. If staging is taken at request, it gets at
-    /// least as many as the machine needs.
+    /// The ways in which its bytes come.
+    pub lanes: FileLanes,
+    /// Reads in flight that the store wants; `None`: as many as the machine needs. If a lane takes staging at request, it gets
+    /// at least as many as the machine needs.
     pub parallelism: Option<usize>,
-    /// When memory for bytes that need staging is taken: when they are asked for, or when the first of them is there.
-    pub staging: TakesSlab,
     /// The longest read that the store wants, in bytes: 256 KiB or more. `None`: what the options say. The options are the
     /// upper limit. The slabs of a load have the size of the longest read of all its files.
     pub extent: Option<u64>,
@@ -86,7 +78,7 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
         known => known,
     };
     let stat = statx(Some(fd.as_raw_fd()), Some(STATX_DIOALIGN), path)?;
-    let direct_align = match (kind, stat.direct) {
+    let unit = match (kind, stat.direct) {
         (FsKind::Memory, _) => None,
         (_, Some((0, _) | (_, 0))) => None,
         (_, Some((memory, offset))) => Some(u64::from(memory.max(offset))),
@@ -98,9 +90,13 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     if kind == FsKind::Local {
         known_disks::remember(stat.identity.dev);
     }
-    let (storage, staging) = (stat.identity.dev, TakesSlab::AtRequest);
-    let (parallelism, extent, gap) = (None, None, None);
-    Ok(Facts { kind, fs, storage, direct_align, lane: Lane::BUFFERED, mappable, parallelism, staging, extent, gap })
+    let lanes = FileLanes {
+        past_cache: unit.map(|_| Lane::DIRECT),
+        mapping: mappable.then_some(Lane::MAPPED),
+        unit,
+        ..FileLanes::only(Lane::BUFFERED)
+    };
+    Ok(Facts { kind, fs, storage: stat.identity.dev, lanes, parallelism: None, extent: None, gap: None })
 }
 
 /// What a file of an overlay lies on. Lazily pulled images have layers in another process (FUSE), which fetches their

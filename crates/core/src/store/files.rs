@@ -10,6 +10,7 @@ use super::residency::{resident, Residency};
 use super::stat::{identity_of, statx};
 use super::version::{Identity, Version};
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::FileLanes;
 use crate::options::PAGE;
 use crate::sync::{lock, Mutex};
 use std::ffi::CString;
@@ -280,7 +281,8 @@ impl Files {
                 *known.facts.get_or_init(|| facts)
             }
         };
-        Ok(Facts { mappable: facts.mappable && !known.unmappable.load(Ordering::Relaxed), ..facts })
+        let mapping = facts.lanes.mapping.filter(|_| !known.unmappable.load(Ordering::Relaxed));
+        Ok(Facts { lanes: FileLanes { mapping, ..facts.lanes }, ..facts })
     }
 
     /// From now on the facts say that file number `file` cannot be mapped.

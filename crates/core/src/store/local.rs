@@ -5,9 +5,8 @@ use super::files::Files;
 use super::object::Objects;
 use super::residency::Residency;
 use crate::error::Result;
-use crate::options::Io;
-use crate::source::{Router, Source};
-use crate::way::Routing;
+use crate::source::{LaneSource, Reading, Router, Trial};
+use crate::way::Cold;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -38,7 +37,12 @@ impl Objects for Files {
         Files::may_hang(self)
     }
 
-    fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
-        Ok(Box::new(Router::new(self, io, routing)?))
+    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
+        let Reading { io, routing, timeline, chosen } = reading;
+        let router = Router::recorded(self.clone(), *io, routing, timeline.as_ref())?;
+        Ok(vec![match routing.cold {
+            Cold::Try => LaneSource::of_all(Trial::new(router.late(), router, self, chosen.clone())),
+            _ => LaneSource::of_all(router),
+        }])
     }
 }

@@ -61,7 +61,7 @@ pub use residency::Residency;
 pub(crate) use sampled::{identity, samples, Opened};
 pub use stat::identity_of;
 pub(crate) use storage::Storage;
-pub use stores::{forget_stores, register, Stores};
+pub use stores::{forget_stores, register, schemes, Stores};
 pub use version::{Identity, Version};
 pub use watch::still_wanted;
 pub(crate) use watch::Watch;

@@ -1,7 +1,7 @@
 //! What a kind of storage has to offer: a store lists objects and reads their heads when a checkpoint is opened, and gives
 //! a load what it needs of its objects.
 //!
-//! A store is one file: it implements [`Store`] and [`Objects`], brings a [`Source`], and is registered for a scheme.
+//! A store is one file: it implements [`Store`] and [`Objects`], brings a [`Source`](crate::source::Source), and is registered for a scheme.
 //! Nothing else in the crate names it. `tests/toy_store` is an example.
 
 use super::facts::Facts;
@@ -10,8 +10,12 @@ use super::look::Look;
 use super::residency::Residency;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
+#[cfg(any(test, feature = "testing"))]
 use crate::options::Io;
-use crate::source::Source;
+#[cfg(any(test, feature = "testing"))]
+use crate::source::{Dispatcher, Source};
+use crate::source::{LaneSource, Reading};
+#[cfg(any(test, feature = "testing"))]
 use crate::way::Routing;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -121,10 +125,11 @@ pub trait Objects: Send + Sync + Debug {
     /// Where a file is, for messages.
     fn path(&self, file: u32) -> &Path;
 
-    /// What can be said of a file before it is read. The ways of the load follow from it.
+    /// What can be said of a file before it is read, its lanes first. The ways of the load follow from it.
     fn facts(&self, file: u32) -> Result<Facts>;
 
-    /// Which parts of `range` are in memory already, so that reading them waits for no storage.
+    /// Which parts of `range` are near: in memory already, so that reading them waits for no storage, or in a copy. They come in
+    /// the lane that `facts` names for them.
     fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
         let _ = (file, range);
         Ok(Residency::default())
@@ -157,6 +162,17 @@ pub trait Objects: Send + Sync + Debug {
         None
     }
 
-    /// What reads the files, as `routing` says. `io` is the interface that the caller asked for.
-    fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>>;
+    /// The sources of the files: each lane that `facts` names is served by one of them.
+    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>>;
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl dyn Objects {
+    /// The source of all lanes of the files, for tests.
+    pub fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
+        let mut dispatcher = Dispatcher::new(Vec::new());
+        let sources = self.sources(&Reading::new(io, routing.clone()))?;
+        sources.into_iter().try_for_each(|source| dispatcher.add(Some(0), source))?;
+        Ok(Box::new(dispatcher))
+    }
 }

@@ -9,9 +9,7 @@ use super::residency::Residency;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Mapping;
-use crate::options::Io;
-use crate::source::{Mux, Source};
-use crate::way::Routing;
+use crate::source::{Dispatcher, Reading};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -29,7 +27,7 @@ pub(crate) struct Storage {
     elsewhere: Vec<Option<Elsewhere>>,
     /// Questions to stores that a scheme names, and answers.
     answers: AtomicU64,
-    /// Ranks that send what they read of these files, in place of files behind the last one.
+    /// The names of the ranks that load these files together.
     ranks: Vec<PathBuf>,
 }
 
@@ -105,10 +103,12 @@ impl Storage {
 
     /// Where file number `file` is, for messages.
     pub(crate) fn path(&self, file: u32) -> &Path {
-        if let Some(rank) = (file as usize).checked_sub(self.len()).and_then(|rank| self.ranks.get(rank)) {
-            return rank;
-        }
         self.elsewhere(file).map_or_else(|| self.local.path(file), |found| found.location.as_path())
+    }
+
+    /// What a rank of this load is called, for messages.
+    pub(crate) fn rank(&self, rank: u32) -> &Path {
+        self.ranks.get(rank as usize).map_or(Path::new("another rank"), PathBuf::as_path)
     }
 
     /// Size of file number `file` in bytes, as it was when its header was read.
@@ -217,26 +217,17 @@ impl Storage {
         self.local.asking().or_else(|| Some((self.answers.load(Ordering::Relaxed), file()? as u32)))
     }
 
-    /// What reads all files: the source of their only store, or one source over those of several. `local` makes that of
-    /// the files of this machine.
-    pub(crate) fn source(
-        &self,
-        io: Io,
-        routing: &Arc<Routing>,
-        local: impl FnOnce(&Arc<Files>) -> Result<Box<dyn Source>>,
-    ) -> Result<Box<dyn Source>> {
-        if self.others.is_empty() {
-            return local(&self.local);
-        }
-        if self.others.len() == 1 && self.elsewhere.iter().all(Option::is_some) {
-            return self.others[0].clone().source(io, routing);
-        }
-        let sources = self.others.iter().map(|objects| objects.clone().source(io, routing));
-        let mut sources = sources.collect::<Result<Vec<_>>>()?;
-        let last = sources.len();
-        sources.push(local(&self.local)?);
-        let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(last, |found| found.store));
+    /// What reads all files: the sources of their stores, as one.
+    pub(crate) fn source(&self, reading: &Reading) -> Result<Dispatcher> {
+        let local = self.others.len();
+        let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(local, |found| found.store));
         let of_file: Vec<usize> = of_file.collect();
-        Ok(Box::new(Mux::new(sources, Box::new(move |read| of_file[read.file as usize]))?))
+        let has_local = of_file.is_empty() || of_file.contains(&local);
+        let mut dispatcher = Dispatcher::new(of_file);
+        let stores = self.others.iter().cloned().chain(has_local.then(|| self.local.clone() as Arc<dyn Objects>));
+        for (store, objects) in stores.enumerate() {
+            objects.sources(reading)?.into_iter().try_for_each(|source| dispatcher.add(Some(store), source))?;
+        }
+        Ok(dispatcher)
     }
 }

@@ -4,7 +4,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::Store;
 #[cfg(feature = "remote")]
-use super::remote::{authorities, certificates, Environment, StorageSettings, Web, WebSettings};
+use super::remote::{authorities, certificates, Environment, Provider, StorageSettings, Web, WebSettings};
 use crate::error::{Error, ErrorKind, Result};
 use std::path::Path;
 #[cfg(feature = "remote")]
@@ -99,18 +99,7 @@ impl Stores {
 
     #[cfg(feature = "remote")]
     fn built_in(&self, scheme: &str) -> Option<Arc<dyn Store>> {
-        let is = |name: &str| scheme.eq_ignore_ascii_case(name);
-        let settings = self.completed();
-        if is("http") || is("https") {
-            return Some(made(Kind::Web, &settings));
-        }
-        if is("s3") {
-            return Some(made(Kind::S3(Web::environment("s3")), &settings));
-        }
-        if is("az") {
-            return Some(made(Kind::Azure(Web::environment("az")), &settings));
-        }
-        is("gs").then(|| made(Kind::Gcs(Web::environment("gs")), &settings))
+        Provider::of(scheme).map(|provider| made(provider, &self.completed()))
     }
 
     #[cfg(not(feature = "remote"))]
@@ -119,14 +108,13 @@ impl Stores {
     }
 }
 
-/// A kind of store, and what of the environment it has to know.
-#[cfg(feature = "remote")]
-#[derive(Debug, Clone, PartialEq)]
-enum Kind {
-    Web,
-    S3(Environment),
-    Gcs(Environment),
-    Azure(Environment),
+/// The schemes of all addresses that there is a store for.
+pub fn schemes() -> Vec<String> {
+    let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
+    let registered = stores.iter().map(|(scheme, _)| scheme.clone());
+    #[cfg(feature = "remote")]
+    let registered = registered.chain(Provider::schemes().map(str::to_owned));
+    registered.collect()
 }
 
 /// The last stores that were made: a program may open the shards of a checkpoint one by one, and what is known of servers
@@ -134,7 +122,13 @@ enum Kind {
 #[cfg(feature = "remote")]
 static MADE: Mutex<Vec<MadeStore>> = Mutex::new(Vec::new());
 #[cfg(feature = "remote")]
-type MadeStore = (Kind, StorageSettings, Arc<dyn Store>);
+struct MadeStore {
+    /// The first scheme of its provider.
+    scheme: &'static str,
+    environment: Environment,
+    settings: StorageSettings,
+    store: Arc<dyn Store>,
+}
 
 /// Keeps no store, and so no credential and no address of a server, for the next open. Checkpoints keep theirs.
 pub fn forget_stores() {
@@ -146,23 +140,20 @@ pub fn forget_stores() {
     }
 }
 
-/// The store with these settings: a known one, or a new one.
+/// The store of a provider with these settings: a known one, or a new one.
 #[cfg(feature = "remote")]
-fn made(kind: Kind, settings: &StorageSettings) -> Arc<dyn Store> {
+fn made(provider: &'static Provider, settings: &StorageSettings) -> Arc<dyn Store> {
     const MOST: usize = 4;
+    let (scheme, environment) = (provider.schemes[0], provider.environment());
     let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((.., store)) = made.iter().find(|(of, known, _)| *of == kind && known == settings) {
-        return store.clone();
+    let is_it = |one: &&MadeStore| one.scheme == scheme && one.environment == environment && one.settings == *settings;
+    if let Some(known) = made.iter().find(is_it) {
+        return known.store.clone();
     }
     if made.len() == MOST {
         made.remove(0);
     }
-    let store: Arc<dyn Store> = match &kind {
-        Kind::Web => Arc::new(Web::new(settings.clone())),
-        Kind::S3(environment) => Arc::new(Web::s3(settings.clone(), environment.clone())),
-        Kind::Gcs(environment) => Arc::new(Web::gcs(settings.clone(), environment.clone())),
-        Kind::Azure(environment) => Arc::new(Web::azure(settings.clone(), environment.clone())),
-    };
-    made.push((kind, settings.clone(), store.clone()));
+    let store: Arc<dyn Store> = Arc::new(Web::of(provider, settings.clone(), environment.clone()));
+    made.push(MadeStore { scheme, environment, settings: settings.clone(), store: store.clone() });
     store
 }

@@ -75,6 +75,7 @@ fn each_read_arrives_once_and_its_bytes_come_to_the_place_that_it_is_given(make:
                     waiting.push(ticket.0);
                 }
                 Progress::Received(ticket) => assert!(landed.contains(&ticket.0), "{ticket:?} has no place"),
+                Progress::Refused { read, cause } => panic!("{read:?}: {cause}"),
                 Progress::Done(Done { ticket, result, .. }) => {
                     assert!(landed.contains(&ticket.0), "{ticket:?} is done and has no place");
                     assert!(result.unwrap() >= 10_000);

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 type Make = fn(Arc<Files>) -> Box<dyn Source>;
 
-fn brings_the_bytes_of_random_extents(make: Make, route: Lane) {
+fn brings_the_bytes_of_random_extents(make: Make, lane: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     let mut random = Random(7);
@@ -30,7 +30,7 @@ fn brings_the_bytes_of_random_extents(make: Make, route: Lane) {
             1 => (begin + 1 + random.below(100)).min(SIZE),
             _ => begin + 1 + random.below((SIZE - begin).min(1 << 20)),
         };
-        let (read, memory) = read(route, ticket, &sample, begin, end);
+        let (read, memory) = read(lane, ticket, &sample, begin, end);
         memories.insert(ticket, (read.offset, read.need, memory));
         reads.push(read);
     }
@@ -39,15 +39,15 @@ fn brings_the_bytes_of_random_extents(make: Make, route: Lane) {
         let got = done.result.unwrap();
         assert!(got >= need, "{got} of {need} bytes");
         let wanted = &sample.bytes[offset as usize..(offset + need) as usize];
-        let at = if route == Lane::MAPPED { offset as usize } else { 0 };
+        let at = if lane == Lane::MAPPED { offset as usize } else { 0 };
         assert!(memory.bytes()[at..at + need as usize] == *wanted, "wrong bytes at {offset}");
     }
-    source.submit(read(route, 99, &sample, 0, PAGE).0).ok().unwrap();
+    source.submit(read(lane, 99, &sample, 0, PAGE).0).ok().unwrap();
     wait(&mut *source, 1);
 }
 
-fn reads_on_after_short_reads(make: Make, route: Lane) {
-    if route == Lane::MAPPED {
+fn reads_on_after_short_reads(make: Make, lane: Lane) {
+    if lane == Lane::MAPPED {
         return;
     }
     let sample = Sample::new();
@@ -55,7 +55,7 @@ fn reads_on_after_short_reads(make: Make, route: Lane) {
     files.cap_calls(2 * PAGE);
     let mut source = make(files);
     for (ticket, begin) in [(0, 0), (1, SIZE - 70_000)] {
-        let (read, memory) = read(route, ticket, &sample, begin, (begin + 100_000).min(SIZE));
+        let (read, memory) = read(lane, ticket, &sample, begin, (begin + 100_000).min(SIZE));
         let (offset, need) = (read.offset as usize, read.need as usize);
         let done = submit_all(&mut *source, vec![read]);
         assert!(*done[0].result.as_ref().unwrap() >= need as u64);
@@ -63,11 +63,11 @@ fn reads_on_after_short_reads(make: Make, route: Lane) {
     }
 }
 
-fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Lane) {
+fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, lane: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
-    let (mut read, mut memory) = read(route, 5, &sample, SIZE - 5000, SIZE);
-    if route == Lane::MAPPED {
+    let (mut read, mut memory) = read(lane, 5, &sample, SIZE - 5000, SIZE);
+    if lane == Lane::MAPPED {
         (read.len, read.need) = (read.len + 1, read.need + 1);
     } else {
         memory = Memory::new(read.len + PAGE);
@@ -80,18 +80,18 @@ fn an_end_of_file_before_what_is_needed_is_truncated(make: Make, route: Lane) {
     let e = done[0].result.as_ref().unwrap_err();
     assert_eq!((e.kind(), file_of(e), e.byte_range()), (ErrorKind::Truncated, Some(&*sample.path), Some(range)), "{e}");
     let changed = memory.bytes().iter().rposition(|byte| *byte != 0).map_or(0, |last| last as u64 + 1);
-    match (route, done[0].written) {
+    match (lane, done[0].written) {
         (Lane::MAPPED, written) => assert_eq!(written, 0, "a mapping is not written to"),
         (Lane::DIRECT, written) => assert!(written >= changed, "{written} and not {changed}"),
         (_, written) => assert_eq!(written, changed),
     }
 }
 
-fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Lane) {
+fn a_file_that_is_gone_or_other_is_changed(make: Make, lane: Lane) {
     for how in ["gone", "replaced", "rewritten", "shorter"] {
         let sample = Sample::new();
         let files = sample.files();
-        let (read, _memory) = read(route, 0, &sample, 0, PAGE);
+        let (read, _memory) = read(lane, 0, &sample, 0, PAGE);
         match how {
             "gone" => fs::remove_file(&sample.path).unwrap(),
             "replaced" => {
@@ -104,7 +104,7 @@ fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Lane) {
         let mut source = make(files.clone());
         let done = submit_all(&mut *source, vec![read]);
         // Populating trusts the mapping, for which the file was opened and compared.
-        if route != Lane::MAPPED {
+        if lane != Lane::MAPPED {
             let e = done[0].result.as_ref().unwrap_err();
             assert_eq!((e.kind(), file_of(e)), (ErrorKind::Changed, Some(&*sample.path)), "{how}: {e}");
         }
@@ -113,14 +113,14 @@ fn a_file_that_is_gone_or_other_is_changed(make: Make, route: Lane) {
     }
 }
 
-fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Lane) {
+fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, lane: Lane) {
     // Before the second read, at an odd byte of it, and at its middle.
     for size in [PAGE, (4 << 20) + 1000, (4 << 20) + 128 * PAGE + 1000] {
         let sample = Sample::new();
         let files = sample.files();
         let mut source = make(files.clone());
-        let (first, _first) = read(route, 0, &sample, 0, PAGE);
-        let (second, _second) = read(route, 1, &sample, 4 << 20, 5 << 20);
+        let (first, _first) = read(lane, 0, &sample, 0, PAGE);
+        let (second, _second) = read(lane, 1, &sample, 4 << 20, 5 << 20);
         submit_all(&mut *source, vec![first])[0].result.as_ref().unwrap();
         fs::File::options().write(true).open(&sample.path).unwrap().set_len(size).unwrap();
         let done = submit_all(&mut *source, vec![second]);
@@ -131,12 +131,12 @@ fn a_file_that_shrinks_under_a_load_is_an_error(make: Make, route: Lane) {
     }
 }
 
-fn cancelling_returns_every_ticket_once(make: Make, route: Lane) {
+fn cancelling_returns_every_ticket_once(make: Make, lane: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     let mut given = Vec::new();
     for ticket in 0..200 {
-        let (read, _) = read(route, ticket, &sample, (ticket % 5) << 20, ((ticket % 5) + 1) << 20);
+        let (read, _) = read(lane, ticket, &sample, (ticket % 5) << 20, ((ticket % 5) + 1) << 20);
         if source.submit(read).is_err() {
             break;
         }
@@ -158,11 +158,11 @@ fn cancelling_returns_every_ticket_once(make: Make, route: Lane) {
     assert_eq!(source.in_flight(), 0);
 }
 
-fn waits_without_spinning_and_wakes_when_done(make: Make, route: Lane) {
+fn waits_without_spinning_and_wakes_when_done(make: Make, lane: Lane) {
     let sample = Sample::new();
     let mut source = make(sample.files());
     assert!(!readable(source.wake(), 0), "readable with nothing submitted");
-    source.submit(read(route, 0, &sample, 0, 1 << 20).0).ok().unwrap();
+    source.submit(read(lane, 0, &sample, 0, 1 << 20).0).ok().unwrap();
     source.flush().unwrap();
     assert!(readable(source.wake(), 10_000), "a finished read does not wake");
     wait(&mut *source, 1);
@@ -172,7 +172,7 @@ fn waits_without_spinning_and_wakes_when_done(make: Make, route: Lane) {
     assert!(cpu_time() - before < Duration::from_millis(20));
 }
 
-fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Lane) {
+fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, lane: Lane) {
     let sample = Sample::new();
     let before = belongings();
     // Each in a thread of its own, as loads are: a file with dirty pages makes io_uring start kernel threads, which count
@@ -181,7 +181,7 @@ fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Lan
         let mut source = make(sample.files());
         let mut memories = Vec::new();
         for ticket in 0..16 {
-            let (read, memory) = read(route, ticket, sample, (ticket % 5) << 20, ((ticket % 5) + 1) << 20);
+            let (read, memory) = read(lane, ticket, sample, (ticket % 5) << 20, ((ticket % 5) + 1) << 20);
             memories.push(memory);
             if source.submit(read).is_err() {
                 break;
@@ -208,13 +208,13 @@ fn dropping_it_with_reads_in_flight_leaves_nothing_behind(make: Make, route: Lan
 }
 
 /// A load that is given up is often dropped by another thread than the one that ran it; what it reads into is free then.
-fn another_thread_may_drop_it(make: Make, route: Lane) {
+fn another_thread_may_drop_it(make: Make, lane: Lane) {
     let sample = Sample::new();
     for _ in 0..3 {
         let mut source = make(sample.files());
         let mut memories = Vec::new();
         for ticket in 0..6 {
-            let (read, memory) = read(route, ticket, &sample, 0, SIZE);
+            let (read, memory) = read(lane, ticket, &sample, 0, SIZE);
             memories.push(memory);
             source.submit(read).ok().unwrap();
         }
@@ -231,10 +231,10 @@ fn another_thread_may_drop_it(make: Make, route: Lane) {
 }
 
 macro_rules! conformance {
-    ($name:ident, $route:expr, $make:expr) => {
+    ($name:ident, $lane:expr, $make:expr) => {
         mod $name {
             use super::*;
-            conformance!(@each $name, $route, $make;
+            conformance!(@each $name, $lane, $make;
                 brings_the_bytes_of_random_extents
                 reads_on_after_short_reads
                 an_end_of_file_before_what_is_needed_is_truncated
@@ -247,12 +247,12 @@ macro_rules! conformance {
             #[test]
             fn dropping_it_with_reads_in_flight_leaves_nothing_behind() {
                 let name = concat!("conformance::", stringify!($name), "::dropping_it_with_reads_in_flight_leaves_nothing_behind");
-                alone(name, || super::dropping_it_with_reads_in_flight_leaves_nothing_behind($make, $route));
+                alone(name, || super::dropping_it_with_reads_in_flight_leaves_nothing_behind($make, $lane));
             }
         }
     };
-    (@each $name:ident, $route:expr, $make:expr; $($test:ident)*) => {
-        $(#[test] fn $test() { super::$test($make, $route) })*
+    (@each $name:ident, $lane:expr, $make:expr; $($test:ident)*) => {
+        $(#[test] fn $test() { super::$test($make, $lane) })*
     };
 }
 
@@ -332,7 +332,7 @@ fn a_scattered_read_fills_its_places_and_discards_the_rest() {
             offset: 777,
             len,
             need: len,
-            route: Lane::BUFFERED,
+            lane: Lane::BUFFERED,
             into: Destination::Scatter(places),
             fresh: true,
             written: 0,
@@ -361,7 +361,7 @@ fn resident_pages_are_left_to_their_first_touch_and_counted() {
         let into = Destination::Mapping { at: unsafe { memory.at.add(offset as usize) }, resident };
         let (ticket, keep) = (Ticket(0), keep(&memory));
         let read =
-            Read { ticket, file: 0, offset, len, need: len, route: Lane::MAPPED, into, fresh: false, written: 0, keep };
+            Read { ticket, file: 0, offset, len, need: len, lane: Lane::MAPPED, into, fresh: false, written: 0, keep };
         assert_eq!(*submit_all(&mut *source, vec![read])[0].result.as_ref().unwrap(), len);
         let unmapped = memory.unmapped();
         let touches = source.take_touches();

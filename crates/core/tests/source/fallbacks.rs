@@ -69,14 +69,14 @@ fn load(sample: &Sample, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'sta
     load_by(sample, Lane::DIRECT, io, middle)
 }
 
-fn load_by(sample: &Sample, route: Lane, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Lane>) {
+fn load_by(sample: &Sample, lane: Lane, io: Io, middle: impl FnOnce()) -> (Vec<Fallback>, &'static str, Vec<Lane>) {
     let routing = Routing { buffered_depth: 64, ..Routing::default() };
     let mut source = Router::new(sample.files(), io, &Arc::new(routing)).unwrap();
     let step = SIZE.div_ceil(24).next_multiple_of(PAGE);
     let mut memories = Vec::new();
     let mut middle = Some(middle);
     for i in 0..24 {
-        let (read, memory) = read(route, i, sample, (i * step).min(SIZE - 1), ((i + 1) * step).min(SIZE));
+        let (read, memory) = read(lane, i, sample, (i * step).min(SIZE - 1), ((i + 1) * step).min(SIZE));
         memories.push((read.offset as usize, read.need as usize, memory));
         source.submit(read).ok().unwrap();
         if i == 7 {
@@ -89,10 +89,10 @@ fn load_by(sample: &Sample, route: Lane, io: Io, middle: impl FnOnce()) -> (Vec<
     for done in wait(&mut source, 24) {
         done.result.unwrap();
         assert!(!std::mem::replace(&mut seen[done.ticket.0 as usize], true), "a ticket came back twice");
-        routes.push(done.route);
+        routes.push(done.lane);
     }
     for (offset, need, memory) in memories {
-        let at = if route == Lane::MAPPED { offset } else { 0 };
+        let at = if lane == Lane::MAPPED { offset } else { 0 };
         assert!(memory.bytes()[at..at + need] == sample.bytes[offset..offset + need], "wrong bytes at {offset}");
     }
     assert_eq!((source.in_flight(), quarantined()), (0, 0));
@@ -224,7 +224,7 @@ fn loses_direct_between_two_files(io: Io) {
         }
         for done in wait(&mut source, 4) {
             assert_eq!(done.result.unwrap(), 1 << 20);
-            assert_eq!(done.route, if file == 0 { Lane::DIRECT } else { Lane::BUFFERED });
+            assert_eq!(done.lane, if file == 0 { Lane::DIRECT } else { Lane::BUFFERED });
             let (at, memory) = ((done.ticket.0 as usize) << 20, &memories[done.ticket.0 as usize]);
             assert!(memory.bytes()[..] == samples[0].bytes[at..at + (1 << 20)]);
         }
@@ -341,7 +341,7 @@ alone!(
             fs::write(path, [i as u8; 600]).unwrap();
         }
         limit(libc::RLIMIT_NOFILE, 40);
-        for (io, route) in [(Io::Auto, Lane::BUFFERED), (Io::Uring, Lane::DIRECT), (Io::Threads, Lane::DIRECT)] {
+        for (io, lane) in [(Io::Auto, Lane::BUFFERED), (Io::Uring, Lane::DIRECT), (Io::Threads, Lane::DIRECT)] {
             let files = Arc::new(Files::from_paths(&paths).unwrap());
             let routing = Routing { threads: 32, ..Routing::default() };
             let mut source = Router::new(files, io, &Arc::new(routing)).unwrap();
@@ -352,14 +352,14 @@ alone!(
                 let into = Destination::Memory(memory.at);
                 let (ticket, keep) = (Ticket(u64::from(file)), keep(&memory));
                 memories.push(memory);
-                let len = if route == Lane::DIRECT { PAGE } else { 600 };
+                let len = if lane == Lane::DIRECT { PAGE } else { 600 };
                 reads.push(Read {
                     ticket,
                     file,
                     offset: 0,
                     len,
                     need: 600,
-                    route,
+                    lane,
                     into,
                     fresh: false,
                     written: 0,

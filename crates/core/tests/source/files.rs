@@ -2,6 +2,7 @@
 
 use crate::sample::*;
 use penstock::error::ErrorKind;
+use penstock::extent::Lane;
 use penstock::store::{evict, facts_at, warm, FsKind, Residency};
 use std::fs;
 use std::path::Path;
@@ -37,7 +38,11 @@ fn a_memory_file_system_is_wholly_resident_and_takes_no_direct_reads() {
     }
     let sample = Sample::within(Path::new("/dev/shm"));
     let facts = facts_at(&sample.path).unwrap();
-    assert_eq!((facts.kind, facts.direct_align, facts.mappable), (FsKind::Memory, None, true), "{facts:?}");
+    assert_eq!(
+        (facts.kind, facts.lanes.unit, facts.lanes.mapping),
+        (FsKind::Memory, None, Some(Lane::MAPPED)),
+        "{facts:?}"
+    );
     let all = sample.files().resident_ranges(0).unwrap();
     assert_eq!((all.ranges, all.calls, all.samples), (vec![0..SIZE], 0, 0));
 }

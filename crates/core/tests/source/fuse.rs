@@ -149,14 +149,14 @@ fn a_slow_file_system_is_read_deep_and_a_hung_one_is_left_behind() {
         };
         let files = Arc::new(Files::from_paths(&[&path]).unwrap());
         let facts = files.facts(0).unwrap();
-        assert_eq!((facts.kind, facts.fs, facts.mappable), (FsKind::Network, "fuse", false));
+        assert_eq!((facts.kind, facts.fs, facts.lanes.mapping), (FsKind::Network, "fuse", None));
 
-        for route in [Lane::DIRECT, Lane::BUFFERED] {
+        for lane in [Lane::DIRECT, Lane::BUFFERED] {
             let mut source =
                 Router::new(files.clone(), Io::Auto, &Arc::new(Routing { threads: 32, ..Routing::default() })).unwrap();
             let mut memories = Vec::new();
             let reads = (0..48).map(|i| {
-                let (read, memory) = read(route, i, &sample, i << 17, (i + 1) << 17);
+                let (read, memory) = read(lane, i, &sample, i << 17, (i + 1) << 17);
                 memories.push(memory);
                 read
             });

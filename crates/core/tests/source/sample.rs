@@ -131,8 +131,8 @@ pub(crate) fn keep(memory: &Arc<Memory>) -> Arc<dyn Any + Send + Sync> {
 }
 
 /// An extent as the schedule makes them: O_DIRECT ones on whole pages, past the end of the file by less than a page.
-pub(crate) fn extent(route: Lane, begin: u64, end: u64) -> (u64, u64, u64) {
-    match route {
+pub(crate) fn extent(lane: Lane, begin: u64, end: u64) -> (u64, u64, u64) {
+    match lane {
         Lane::DIRECT => {
             let offset = begin / PAGE * PAGE;
             (offset, end.next_multiple_of(PAGE) - offset, end - offset)
@@ -142,9 +142,9 @@ pub(crate) fn extent(route: Lane, begin: u64, end: u64) -> (u64, u64, u64) {
 }
 
 /// A read of those bytes into new memory (or of their mapping).
-pub(crate) fn read(route: Lane, ticket: u64, sample: &Sample, begin: u64, end: u64) -> (Read, Arc<Memory>) {
-    let (offset, len, need) = extent(route, begin, end);
-    let (memory, into) = match route {
+pub(crate) fn read(lane: Lane, ticket: u64, sample: &Sample, begin: u64, end: u64) -> (Read, Arc<Memory>) {
+    let (offset, len, need) = extent(lane, begin, end);
+    let (memory, into) = match lane {
         Lane::MAPPED => {
             let memory = Memory::of(&sample.path, SIZE);
             // SAFETY: within the mapping.
@@ -158,7 +158,7 @@ pub(crate) fn read(route: Lane, ticket: u64, sample: &Sample, begin: u64, end: u
         }
     };
     let keep = keep(&memory);
-    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, route, into, fresh: true, written: 0, keep }, memory)
+    (Read { ticket: Ticket(ticket), file: 0, offset, len, need, lane, into, fresh: true, written: 0, keep }, memory)
 }
 
 /// Waits on the wake descriptor until `n` reads are done. Fails if it wakes far more often than there are reads.
@@ -187,7 +187,7 @@ pub(crate) fn poll(source: &mut dyn Source, done: &mut Vec<Done>) {
     done.extend(events.into_iter().filter_map(|event| match event {
         Progress::Done(done) => Some(done),
         // A busy machine.
-        Progress::Received(_) => None,
+        Progress::Received(_) | Progress::Refused { .. } => None,
         Progress::Arrived(ticket) => panic!("{ticket:?} arrived, and had its place"),
     }));
 }

@@ -106,10 +106,10 @@ fn what_is_said_of_an_object_makes_sense(shelf: &dyn Loaded) {
     shelf.put("x.safetensors", &bytes(100_001, 3));
     let objects = shelf.objects(&["x.safetensors"]);
     let facts = objects.facts(0).unwrap();
-    assert!(facts.parallelism != Some(0) && facts.direct_align != Some(0), "{facts:?}");
+    assert!(facts.parallelism != Some(0) && facts.lanes.unit != Some(0), "{facts:?}");
     assert!(facts.kind == FsKind::Remote || facts.extent.is_none(), "{facts:?}");
-    assert!(!facts.mappable || objects.to_map(0).unwrap().is_some(), "{facts:?}");
-    assert!(!facts.mappable || !objects.pins_reads(0), "a mapping says nothing if the file changes");
+    assert!(facts.lanes.mapping.is_none() || objects.to_map(0).unwrap().is_some(), "{facts:?}");
+    assert!(facts.lanes.mapping.is_none() || !objects.pins_reads(0), "a mapping says nothing if the file changes");
     let resident = objects.resident_within(0, 5..70_000).unwrap();
     assert!(resident.ranges.iter().all(|range| range.start < range.end), "{resident:?}");
     assert!(objects.path(0).to_str().unwrap().ends_with("x.safetensors"));
@@ -118,7 +118,7 @@ fn what_is_said_of_an_object_makes_sense(shelf: &dyn Loaded) {
 /// Reads all of an object of `size` bytes, in parts.
 fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Result<Vec<u8>> {
     let routing = Arc::new(Routing { depth: 8, requests: 8, ..Routing::default() });
-    let late = objects.facts(file)?.staging == TakesSlab::AtArrival;
+    let late = objects.facts(file)?.lanes.any.staging == TakesSlab::AtArrival;
     let mut source = objects.clone().source(Io::Auto, &routing).unwrap();
     let memory = Memory::new(size);
     let place = |offset: u64| {
@@ -133,8 +133,8 @@ fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Resul
             let (offset, len) = (next * PART, PART.min(size - next * PART));
             let (into, kept) =
                 if late { (Destination::OnArrival, Arc::new(()) as _) } else { (place(offset), keep(&memory)) };
-            let (ticket, route) = (Ticket(next), Lane::BUFFERED);
-            let read = Read { ticket, file, offset, len, need: len, route, into, fresh: true, written: 0, keep: kept };
+            let (ticket, lane) = (Ticket(next), Lane::BUFFERED);
+            let read = Read { ticket, file, offset, len, need: len, lane, into, fresh: true, written: 0, keep: kept };
             if source.submit(read).is_err() {
                 break;
             }
@@ -149,6 +149,7 @@ fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Resul
             match event {
                 Progress::Arrived(ticket) => source.land(ticket, place(ticket.0 * PART), keep(&memory)).unwrap(),
                 Progress::Received(_) => {}
+                Progress::Refused { .. } => unreachable!("no lane is refused here"),
                 Progress::Done(read) => {
                     done += 1;
                     outcome = outcome.and(read.result.map(drop));

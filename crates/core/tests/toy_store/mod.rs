@@ -3,12 +3,10 @@
 #![allow(dead_code)]
 
 use penstock::error::{Error, ErrorKind, Result};
-use penstock::extent::{Declared, Lands, Lane, TakesSlab, Ticket};
-use penstock::options::Io;
-use penstock::source::{Destination, Done, Progress, Read, Source};
+use penstock::extent::{Declared, FileLanes, Lane, TakesSlab, Ticket};
+use penstock::source::{Destination, Done, LaneSource, Progress, Read, Reading, Source};
 use penstock::store::{Facts, FsKind, Head, Location, Object, Objects, Store, Version};
 use penstock::wake::Wake;
-use penstock::way::Routing;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,8 +19,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The lane of this store: no code of the library knows its name.
-pub(crate) const TOY: Lane =
-    Lane::new(&Declared { name: "toy", whole_units: false, lands: Lands::Host, scatters: true });
+pub(crate) const TOY: Lane = Lane::new(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("toy") });
+/// The same, where memory is taken before a read is sent.
+const PROMPT: Lane = Lane::new(&Declared::named("toy"));
 
 /// What goes wrong with a read, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -172,11 +171,8 @@ impl Objects for ToyObjects {
             kind: FsKind::Remote,
             fs: "toy",
             storage: 7,
-            direct_align: None,
-            lane: TOY,
-            mappable: false,
+            lanes: FileLanes::only(if self.server.staging == TakesSlab::AtArrival { TOY } else { PROMPT }),
             parallelism: Some(8),
-            staging: self.server.staging,
             extent: self.server.extent,
             gap: self.server.gap,
         })
@@ -192,12 +188,12 @@ impl Objects for ToyObjects {
         self.server.pinned(self.object(file)).map(drop)
     }
 
-    fn source(self: Arc<Self>, _io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
+    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
         let depth = match self.server.staging {
-            TakesSlab::AtRequest => routing.depth,
-            TakesSlab::AtArrival => routing.requests,
+            TakesSlab::AtRequest => reading.routing.depth,
+            TakesSlab::AtArrival => reading.routing.requests,
         };
-        Ok(Box::new(ToySource::new(self, depth)?))
+        Ok(vec![LaneSource::of_all(ToySource::new(self, depth)?)])
     }
 }
 
@@ -283,11 +279,11 @@ impl Shared {
             }
         }
         let (result, written) = self.receive(number, &read);
-        let (ticket, route) = (read.ticket, read.route);
+        let (ticket, lane) = (read.ticket, read.lane);
         // Nobody may learn that it is done while its memory is held.
         drop(read);
         let mut state = self.state.lock().unwrap();
-        state.events.push(Progress::Done(Done { ticket, result, route, written }));
+        state.events.push(Progress::Done(Done { ticket, result, lane, written }));
         self.wake.notify();
     }
 
@@ -389,10 +385,10 @@ impl Source for ToySource {
         let mut given_up: Vec<Read> = std::mem::take(&mut state.asked).into_iter().map(|asked| asked.2).collect();
         given_up.extend(std::mem::take(&mut state.arrived).into_iter().map(|arrived| arrived.1));
         for read in given_up {
-            let (ticket, route) = (read.ticket, read.route);
+            let (ticket, lane) = (read.ticket, read.lane);
             drop(read);
             let result = Err(Error::new(ErrorKind::Cancelled, "it was given up"));
-            state.events.push(Progress::Done(Done { ticket, result, route, written: 0 }));
+            state.events.push(Progress::Done(Done { ticket, result, lane, written: 0 }));
         }
         self.shared.wake.notify();
     }

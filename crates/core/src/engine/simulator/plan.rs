@@ -281,7 +281,7 @@ fn cut(
             offset: from + left_out,
             len: len - left_out,
             need: pieces.iter().map(|p| p.from + (p.rows - 1) * p.from_stride + p.len).max().unwrap_or(0),
-            route: Lane::DIRECT,
+            lane: Lane::DIRECT,
             landing,
             staging,
             pieces: first as u32..first as u32 + pieces.len() as u32,

@@ -2,7 +2,7 @@
 //! from the code of every load. A case is checked byte by byte, without moving any.
 
 use super::random::Rng;
-use crate::extent::{InCommon, Landing, TakesSlab};
+use crate::extent::{Declared, InCommon, Landing, TakesSlab};
 use crate::format::Checkpoint;
 use crate::load::among::rows;
 use crate::options::{Options, Order, PAGE};
@@ -144,6 +144,14 @@ pub(super) struct Case<'a> {
     pub(super) schedules: Vec<Arc<Schedule>>,
 }
 
+/// Direct reads of storage that answers late.
+const LATE: Lane = Lane::new(&Declared {
+    whole_units: true,
+    scatters: false,
+    staging: TakesSlab::AtArrival,
+    ..Declared::named("late")
+});
+
 impl<'a> Case<'a> {
     /// `gpu`: what comes from others needs slabs. `late`: the storage takes slabs at arrival.
     pub(super) fn new(model: &'a Model, wanted: Wanted, ranks: u32, gpu: bool, late: bool) -> Case<'a> {
@@ -153,9 +161,8 @@ impl<'a> Case<'a> {
         let target = if gpu { Target::Gpu } else { Target::Cpu { misaligned: false } };
         let layout = |wants: &Vec<Want>| Arc::new(Layout::new(checkpoint, wants, &target, Order::File).unwrap());
         let layouts: Vec<Arc<Layout>> = lists.iter().map(layout).collect();
-        let way = Way { cold: Lane::DIRECT, ..Way::default() };
-        let staging = if late { TakesSlab::AtArrival } else { TakesSlab::AtRequest };
-        let file = FileTraits { direct_align: Some(512), way, staging, ..FileTraits::default() };
+        let way = Way { cold: if late { LATE } else { Lane::DIRECT }, ..Way::default() };
+        let file = FileTraits { unit: Some(512), way, ..FileTraits::default() };
         let files = vec![file; checkpoint.files().len()];
         let options = Options::default();
         let scatter = (!gpu).then_some(4096);
@@ -177,7 +184,7 @@ impl<'a> Case<'a> {
     /// Makes this mistake at one rank. False: the plan has nothing that it could be made with.
     pub(super) fn misplan(&mut self, misplan: Misplan, rng: &mut Rng) -> bool {
         let sent = |e: Option<InCommon>| matches!(e, Some(InCommon::Sent(_)));
-        let received = |e: Option<InCommon>| matches!(e, Some(InCommon::Received(_)));
+        let received = |e: Option<InCommon>| matches!(e, Some(InCommon::Received { .. }));
         let of_sent = matches!(misplan, Misplan::SentIsOwn | Misplan::ReadByNobody);
         let mut places: Vec<(usize, usize)> = Vec::new();
         for (rank, schedule) in self.schedules.iter().enumerate() {
@@ -208,9 +215,9 @@ impl<'a> Case<'a> {
                 schedule.extents[at].shared = schedule.extents[other].shared;
                 schedule.extents[other].shared = shared;
             }
-            (Misplan::ReadByTwo, Some(InCommon::Received(parcel))) => {
+            (Misplan::ReadByTwo, Some(InCommon::Received { parcel, .. })) => {
                 let e = &mut schedule.extents[at];
-                (e.file, e.landing) = (self.shares.parcels()[parcel as usize].file, Landing::Slab);
+                e.landing = Landing::Slab;
                 e.shared = Some(InCommon::Sent(parcel));
             }
             (Misplan::ReadByTwo, _) => return false,
@@ -242,7 +249,7 @@ impl<'a> Case<'a> {
                         let from = e.offset + piece.from + row * piece.from_stride;
                         for (at, part) in layout.runs[piece.want as usize].rows(dense.clone()) {
                             let len = part.end - part.start;
-                            if let Some(InCommon::Received(_)) = e.shared {
+                            if let Some(InCommon::Received { .. }) = e.shared {
                                 match expected.last_mut() {
                                     Some(last) if last.0 + last.1 == at => last.1 += len,
                                     _ => expected.push((at, len)),
@@ -253,7 +260,7 @@ impl<'a> Case<'a> {
                         }
                     }
                 }
-                if let Some(InCommon::Received(parcel)) = e.shared {
+                if let Some(InCommon::Received { parcel, .. }) = e.shared {
                     let (nbytes, sent) = rows(&self.shares, self.checkpoint, parcel, rank);
                     let sent: Vec<(u64, u64)> = sent.collect();
                     if sent != expected || nbytes != e.len || sent.iter().map(|row| row.1).sum::<u64>() != e.len {

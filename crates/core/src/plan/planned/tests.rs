@@ -353,7 +353,7 @@ fn a_checkpoint_has_one_layout_wherever_it_is_and_whatever_is_resident() {
                 let plan = Planned::new(&request, &checkpoint.storage().unwrap(), None).unwrap();
                 assert_eq!(first.get_or_insert_with(|| plan.layout.clone()), &plan.layout, "{at:?} {warm} {cache:?}");
                 // What a framework reads at any address stays in the file that is mapped.
-                if at == At::Odd && misaligned && copy.is_none() && plan.routing.way(0).mapped {
+                if at == At::Odd && misaligned && copy.is_none() && plan.routing.way(0).is_mapped() {
                     let totals = plan.schedule.totals();
                     assert_eq!(
                         (totals.lanes.of(Lane::BUFFERED).bytes, totals.lanes.of(Lane::DIRECT).bytes),

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::extent::{Declared, FileLanes};
 use crate::store::Facts;
 use proptest::prelude::*;
 
@@ -27,6 +28,11 @@ struct File {
     parallelism: Option<usize>,
     staging: TakesSlab,
 }
+
+/// A server that answers at once.
+const PROMPT: Lane = Lane::new(&Declared::named("prompt"));
+/// A file system that answers late.
+const LATE: Lane = Lane::new(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("late") });
 
 const DISK: File = File {
     on: FsKind::Local,
@@ -55,6 +61,16 @@ const NFS: File = File { on: FsKind::Network, ..DISK };
 const WARM_NFS: File = File { on: FsKind::Network, ..WARM };
 const BUCKET: File = File { on: FsKind::Remote, direct: false, ..DISK };
 
+/// The lane of its reads of any range.
+fn any_range(f: &File) -> Lane {
+    match (f.on == FsKind::Remote, f.staging) {
+        (true, TakesSlab::AtArrival) => Lane::NETWORK,
+        (true, TakesSlab::AtRequest) => PROMPT,
+        (false, TakesSlab::AtArrival) => LATE,
+        (false, TakesSlab::AtRequest) => Lane::BUFFERED,
+    }
+}
+
 fn survey(files: &[File]) -> Survey {
     let surveyed = |f: &File| {
         // A store that says of its objects that they can be mapped is not believed.
@@ -65,11 +81,13 @@ fn survey(files: &[File]) -> Survey {
                 kind: f.on,
                 fs,
                 storage: 0,
-                direct_align: f.direct.then_some(512),
-                lane: if f.on == FsKind::Remote { Lane::NETWORK } else { Lane::BUFFERED },
-                mappable,
+                lanes: FileLanes {
+                    past_cache: f.direct.then_some(Lane::DIRECT),
+                    mapping: mappable.then_some(Lane::MAPPED),
+                    unit: f.direct.then_some(512),
+                    ..FileLanes::only(any_range(f))
+                },
                 parallelism: f.parallelism,
-                staging: f.staging,
                 extent: None,
                 gap: None,
             },
@@ -104,7 +122,7 @@ fn words(routing: &Routing) -> String {
             Through::Exact => " exactly",
             Through::Nothing => " leaving nothing",
         };
-        let mapped = match (w.mapped, w.in_part) {
+        let mapped = match (w.is_mapped(), w.in_part) {
             (true, true) => "mapped in part, ",
             (true, false) => "mapped, ",
             _ => "",
@@ -284,17 +302,17 @@ proptest! {
         prop_assert_eq!(routing.ways.len(), files.len());
         for (file, way) in files.iter().zip(&routing.ways) {
             let past = reads_past_the_cache(options.io);
-            prop_assert!(!way.mapped || matches!(file.on, FsKind::Local | FsKind::Memory));
-            prop_assert!(!way.mapped || !is_private(&options, into));
-            prop_assert!(way.mapped || !way.in_part);
+            prop_assert!(!way.is_mapped() || matches!(file.on, FsKind::Local | FsKind::Memory));
+            prop_assert!(!way.is_mapped() || !is_private(&options, into));
+            prop_assert!(way.is_mapped() || !way.in_part);
             let direct = (way.cold == Lane::DIRECT) | (way.warm == Lane::DIRECT);
             prop_assert!(!direct || file.direct && file.on != FsKind::Remote && (past || file.on == FsKind::Local));
-            let parts = if file.on == FsKind::Remote { Lane::NETWORK } else { Lane::BUFFERED };
+            let parts = any_range(file);
             prop_assert!(way.warm == parts || past, "resident bytes go past the page cache only if that was asked for");
             prop_assert_eq!(way.parts, parts);
             prop_assert!(way.through != Through::HugePages || !file.cut, "a slice fills no file");
             if options.cache == Cache::Bypass && file.on == FsKind::Local && file.resident < 4 && file.nbytes > 0 {
-                prop_assert!(!way.mapped && (way.cold == Lane::DIRECT || !file.direct), "{:?}", way);
+                prop_assert!(!way.is_mapped() && (way.cold == Lane::DIRECT || !file.direct), "{:?}", way);
             }
         }
         // What was said counts; what was not said is never less than the most that a store declares.
@@ -309,6 +327,6 @@ proptest! {
         prop_assert!(options.cache != Cache::Bypass || !keeps || files.iter().any(|f| f.sampled));
         let remote = files.iter().all(|f| f.on == FsKind::Remote);
         prop_assert!(options.cache != Cache::Keep || routing.cold != Cold::Bypass || remote);
-        prop_assert!(!routing.here || routing.cold == Cold::None && routing.ways.iter().all(|way| way.mapped));
+        prop_assert!(!routing.here || routing.cold == Cold::None && routing.ways.iter().all(|way| way.is_mapped()));
     }
 }

@@ -8,7 +8,7 @@
 //! | `aws`, `gcp`, `azure` | one provider: its settings, its requests, and where its tools keep credentials | `auth`, `http`, `listing` |
 //!
 //! A request is one thing (`http::request`: address, signature, how it is renewed), a connection another (`transfer`), so
-//! that other kinds of object stores need only requests of their own. Bodies are received straight into the memory of their
+//! that other kinds of object stores need only requests of their own ([`provider`]). Bodies are received straight into the memory of their
 //! read. Every answer is compared with what was asked for and with the version that was opened (`http::answer`).
 //!
 //! HTTP/1.1, one connection per request in flight, TLS by rustls. No HTTP/2. What an object store needs besides, its
@@ -24,20 +24,19 @@ mod http;
 mod listing;
 mod look;
 mod pages;
+mod provider;
 mod secret;
 mod settings;
 mod source;
+#[cfg(test)]
+mod toy;
 mod transfer;
 mod whole;
 
-use self::auth::given_tokens::WithGivenToken;
-use self::aws::s3::S3;
 pub use self::aws::settings::{check_region, Addressing, ProfileSource, S3Settings};
-use self::azure::blob::AzureBlob;
 pub use self::azure::settings::AzureSettings;
 pub use self::environment::meant;
 pub(super) use self::environment::Environment;
-use self::gcp::gcs::Gcs;
 pub use self::gcp::settings::GcsSettings;
 pub use self::given::{CredentialSource, GivenCredentials, GivesCredentials};
 use self::http::answer::{Expected, GAP};
@@ -45,11 +44,12 @@ use self::http::common::{Common, LOOK};
 pub use self::http::interfaces::check_interfaces;
 use self::http::proxy;
 pub use self::http::proxy::Proxies;
-use self::http::request::{requests_of, Requests};
+use self::http::request::Requests;
 pub use self::http::settings::{Bearer, NodeSettings, WebSettings};
 use self::http::sockets::Sockets;
 pub use self::http::tls::unchecked_hosts;
 pub(super) use self::http::tls::{authorities, certificates};
+pub(super) use self::provider::Provider;
 pub use self::secret::Secret;
 pub use self::settings::{check_endpoint, StorageSettings};
 use self::source::{Remote, WebSource};
@@ -65,11 +65,10 @@ use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
 use super::watch::{answered, stall, still_wanted};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Lane, TakesSlab, Ticket};
-use crate::options::{Io, MIB};
-use crate::source::Source;
+use crate::extent::{FileLanes, Lane, Ticket};
+use crate::options::MIB;
+use crate::source::{LaneSource, Reading};
 use crate::sync::{lock, Mutex};
-use crate::way::Routing;
 use std::collections::hash_map::DefaultHasher;
 use std::collections::HashMap;
 use std::hash::{Hash, Hasher};
@@ -94,46 +93,15 @@ pub struct Web {
 }
 
 impl Web {
-    /// A store with these settings. Nothing is connected to before something is asked for.
+    /// The store of web servers, with these settings. Nothing is connected to before something is asked for.
     pub fn new(settings: impl Into<StorageSettings>) -> Web {
-        let StorageSettings { web, bearer, .. } = settings.into();
-        let common = Arc::new(Common { settings: web, ..Common::default() });
-        let requests = match (&bearer, &common.settings.credentials) {
-            (None, Some(_)) => Arc::new(WithGivenToken::new(&common)),
-            _ => requests_of(bearer),
-        };
+        Web::of(&provider::WEB, settings.into(), Environment::default())
+    }
+
+    /// The store of a provider, with these settings.
+    pub(super) fn of(provider: &Provider, settings: StorageSettings, environment: Environment) -> Web {
+        let (common, requests) = (provider.requests)(settings, environment);
         Web { common, requests, sizes: Arc::default() }
-    }
-
-    /// The store of `s3://` addresses. What the settings leave out is looked for in the environment.
-    pub(super) fn s3(settings: StorageSettings, environment: Environment) -> Web {
-        let StorageSettings { mut web, s3, .. } = settings;
-        web.authorities = web.authorities.or_else(|| aws::keys::authorities(&s3, &environment));
-        let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { requests: Arc::new(S3::new(s3, environment, common.clone())), common, sizes: Arc::default() }
-    }
-
-    /// The store of `gs://` addresses. What the settings leave out is looked for in the environment.
-    pub(super) fn gcs(settings: StorageSettings, environment: Environment) -> Web {
-        let StorageSettings { web, gcs, .. } = settings;
-        let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { requests: Arc::new(Gcs::new(gcs, environment, common.clone())), common, sizes: Arc::default() }
-    }
-
-    /// The store of `az://` addresses. What the settings leave out is looked for in the environment.
-    pub(super) fn azure(settings: StorageSettings, environment: Environment) -> Web {
-        let StorageSettings { web, azure, .. } = settings;
-        let common = Arc::new(Common { settings: web, ..Common::default() });
-        Web { requests: Arc::new(AzureBlob::new(azure, environment, common.clone())), common, sizes: Arc::default() }
-    }
-
-    /// What of this process's environment the store of a scheme looks at.
-    pub(super) fn environment(scheme: &str) -> Environment {
-        Environment::of_process(match scheme {
-            "s3" => &aws::keys::VARIABLES,
-            "az" => &azure::keys::VARIABLES,
-            _ => &gcp::keys::VARIABLES,
-        })
     }
 
     /// The proxies that this process's environment names.
@@ -275,11 +243,8 @@ impl Objects for WebObjects {
             kind: FsKind::Remote,
             fs: site.requests.name(),
             storage: hasher.finish(),
-            direct_align: None,
-            lane: Lane::NETWORK,
-            mappable: false,
+            lanes: FileLanes::only(Lane::NETWORK),
             parallelism: Some(self.common.settings.connections * READS),
-            staging: TakesSlab::AtArrival,
             extent: Some(EXTENT),
             gap: Some(GAP),
         })
@@ -304,8 +269,8 @@ impl Objects for WebObjects {
         Some(self.counts.traffic())
     }
 
-    fn source(self: Arc<Self>, _io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
+    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
         let (common, objects, counts) = (self.common.clone(), self.objects.clone(), self.counts.clone());
-        Ok(Box::new(WebSource::new(common, objects, counts, routing)?))
+        Ok(vec![LaneSource::of_all(WebSource::new(common, objects, counts, &reading.routing)?)])
     }
 }

@@ -177,7 +177,7 @@ impl WebSource {
         let expected = Expected { object: Some((*size, version.clone())), range: read.offset..end };
         match BodyPlaces::of(read.into, read.len) {
             Ok(places) => {
-                let mut download = RangeRead::new(read.ticket, read.route, site.clone(), expected, places);
+                let mut download = RangeRead::new(read.ticket, read.lane, site.clone(), expected, places);
                 download.keep = read.keep;
                 Ok(download)
             }
@@ -251,8 +251,8 @@ impl Exchange {
         state.ended.clear();
         let cancelled = state.cancelled;
         let events = told.drain(..).filter_map(|event| match event {
-            Told::Done { ticket, route, result, written, .. } => {
-                Some(Progress::Done(Done { ticket, result, route, written }))
+            Told::Done { ticket, lane, result, written, .. } => {
+                Some(Progress::Done(Done { ticket, result, lane, written }))
             }
             _ if cancelled => None,
             Told::Arrived(ticket) => Some(Progress::Arrived(ticket)),
@@ -276,9 +276,9 @@ impl Source for WebSource {
         match download {
             Ok(download) => lock(&shared.state).commands.push(ToNet::Ask(Box::new(download))),
             Err((read, e)) => {
-                let (ticket, route) = (read.ticket, read.route);
+                let (ticket, lane) = (read.ticket, read.lane);
                 drop(read);
-                let done = Done { ticket, result: Err(e), route, written: 0 };
+                let done = Done { ticket, result: Err(e), lane, written: 0 };
                 lock(&shared.state).events.push(Progress::Done(done));
                 self.to_owner.notify();
             }
@@ -312,15 +312,15 @@ impl Source for WebSource {
             for (&ticket, _) in self.in_flight.iter().filter(|(_, read)| read.0 == lane) {
                 if !ended(&ticket, &events[from..]) {
                     // How much was received is not known.
-                    let (route, written) = (Lane::NETWORK, u64::MAX);
-                    events.push(Progress::Done(Done { ticket, result: Err(e.clone()), route, written }));
+                    let (lane, written) = (Lane::NETWORK, u64::MAX);
+                    events.push(Progress::Done(Done { ticket, result: Err(e.clone()), lane, written }));
                 }
             }
         }
         for event in &events[from..] {
             match event {
                 Progress::Arrived(ticket) => drop(self.arrived.insert(*ticket)),
-                Progress::Received(_) => {}
+                Progress::Received(_) | Progress::Refused { .. } => {}
                 Progress::Done(done) => {
                     self.arrived.remove(&done.ticket);
                     self.given_up.remove(&done.ticket);

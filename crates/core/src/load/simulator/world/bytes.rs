@@ -93,7 +93,7 @@ impl World<'_> {
         match action {
             Action::Read { extent } => {
                 let e = self.case.schedules[rank as usize].extents[extent as usize].clone();
-                if let Some(InCommon::Received(parcel)) = e.shared {
+                if let Some(InCommon::Received { parcel, .. }) = e.shared {
                     let reader = self.case.shares.parcels()[parcel as usize].reader;
                     let awaiting = Awaiting { extent, has_place: e.landing != Landing::Slab, told: false };
                     if self.ranks[rank as usize].awaited.insert(parcel, awaiting).is_some() {
@@ -120,7 +120,7 @@ impl World<'_> {
             Action::Land { extent } => {
                 let e = &self.case.schedules[rank as usize].extents[extent as usize];
                 match e.shared {
-                    Some(InCommon::Received(parcel)) => {
+                    Some(InCommon::Received { parcel, .. }) => {
                         let reader = self.case.shares.parcels()[parcel as usize].reader;
                         if let Some(awaiting) = self.ranks[rank as usize].awaited.get_mut(&parcel) {
                             awaiting.has_place = true;

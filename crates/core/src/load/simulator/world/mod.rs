@@ -274,7 +274,7 @@ impl<'a> World<'a> {
         let begun = Instant::now();
         let mut ranks = Vec::new();
         for (rank, schedule) in (0..count as u32).zip(&case.schedules) {
-            let received = schedule.extents.iter().filter(|e| matches!(e.shared, Some(InCommon::Received(_))));
+            let received = schedule.extents.iter().filter(|e| matches!(e.shared, Some(InCommon::Received { .. })));
             let received: Vec<_> = received.collect();
             let in_slabs = received.iter().any(|e| e.landing == Landing::Slab);
             // As `load/start.rs` has it.

@@ -6,7 +6,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::http::address::{Address, Server};
 use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
-use crate::store::remote::http::request::{Get, Requests};
+use crate::store::remote::http::request::{requests_of, Get, Requests};
+use crate::store::remote::http::settings::{Bearer, WebSettings};
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use std::collections::HashSet;
@@ -38,14 +39,14 @@ impl Finder for Tokens {
 
 /// Requests that carry a token which the program gives. The servers of the addresses that are opened get it, and no other that
 /// one of them redirects to.
-pub(in crate::store::remote) struct WithGivenToken {
+struct WithGivenToken {
     credentials: Arc<Credentials<Tokens>>,
     common: Arc<Common>,
     servers: Mutex<HashSet<Server>>,
 }
 
 impl WithGivenToken {
-    pub(in crate::store::remote) fn new(common: &Arc<Common>) -> WithGivenToken {
+    fn new(common: &Arc<Common>) -> WithGivenToken {
         let credentials = Arc::new(Credentials::new(Tokens, common.clone()));
         WithGivenToken { credentials, common: common.clone(), servers: Mutex::default() }
     }
@@ -61,6 +62,16 @@ impl WithGivenToken {
         lock(&self.servers).insert(address.server.clone());
         Ok(Get { address, fields: field(token), generation, is_moved: false })
     }
+}
+
+/// How web servers are asked: with a token that the program gives, with this one, or with none.
+pub(in crate::store::remote) fn requests(web: WebSettings, bearer: Option<Bearer>) -> (Arc<Common>, Arc<dyn Requests>) {
+    let common = Arc::new(Common { settings: web, ..Common::default() });
+    let requests = match (&bearer, &common.settings.credentials) {
+        (None, Some(_)) => Arc::new(WithGivenToken::new(&common)),
+        _ => requests_of(bearer),
+    };
+    (common, requests)
 }
 
 fn field(token: &str) -> String {

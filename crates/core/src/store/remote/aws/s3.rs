@@ -323,7 +323,7 @@ mod tests {
     use super::*;
     use crate::store::remote::secret::Secret;
     use crate::store::remote::settings::StorageSettings;
-    use crate::store::remote::Web;
+    use crate::store::remote::{Provider, Web};
 
     fn store(s3: S3Settings, environment: &[(&str, &str)]) -> S3 {
         let common = Common::default();
@@ -470,7 +470,11 @@ mod tests {
         let s3 = S3Settings { session_token: Some(Secret::new("sesame")), ..keys() };
         let store = store(s3.clone(), &environment);
         let get = store.request("s3://b/k", None).unwrap().unwrap();
-        let web = Web::s3(StorageSettings { s3, ..StorageSettings::default() }, Environment::of(&environment));
+        let web = Web::of(
+            Provider::of("s3").unwrap(),
+            StorageSettings { s3, ..StorageSettings::default() },
+            Environment::of(&environment),
+        );
         let text = format!("{store:?} {get:?} {web:?}");
         assert!(!text.contains("sesame") && !text.contains("Signature="), "{text}");
     }

@@ -196,7 +196,7 @@ mod tests {
     use super::*;
     use crate::store::remote::secret::Secret;
     use crate::store::remote::settings::StorageSettings;
-    use crate::store::remote::Web;
+    use crate::store::remote::{Provider, Web};
 
     fn store(azure: AzureSettings) -> AzureBlob {
         AzureBlob::new(azure, Environment::default(), Arc::new(Common::default()))
@@ -232,7 +232,11 @@ mod tests {
             assert!(get.address.target.contains(query), "{}", get.address.target);
             let signature = get.address.target.split("sig=").nth(1).unwrap();
             let environment = Environment::of(&[("AZURE_STORAGE_KEY", "sesame")]);
-            let web = Web::azure(StorageSettings { azure, ..StorageSettings::default() }, environment);
+            let web = Web::of(
+                Provider::of("az").unwrap(),
+                StorageSettings { azure, ..StorageSettings::default() },
+                environment,
+            );
             let shown = format!("{web:?} {store:?} {get:?}");
             assert!(!["sesame", "c2VzYW1l", signature].iter().any(|secret| shown.contains(secret)), "{shown}");
         }

@@ -132,7 +132,7 @@ fn invalid(text: &str) -> Error {
 mod tests {
     use super::*;
     use crate::store::remote::settings::StorageSettings;
-    use crate::store::remote::Web;
+    use crate::store::remote::{Provider, Web};
 
     fn store(endpoint: Option<&str>, environment: &[(&str, &str)]) -> Gcs {
         let settings = GcsSettings { endpoint: endpoint.map(str::to_owned), anonymous: true };
@@ -175,7 +175,8 @@ mod tests {
                 assert!(!format!("{get:?}").contains("sesame"));
             }
         }
-        let web = Web::gcs(StorageSettings::default(), Environment::of(&[("HOME", "sesame")]));
+        let web =
+            Web::of(Provider::of("gs").unwrap(), StorageSettings::default(), Environment::of(&[("HOME", "sesame")]));
         assert!(!format!("{web:?}").contains("sesame"));
     }
 }

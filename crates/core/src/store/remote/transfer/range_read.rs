@@ -150,7 +150,7 @@ impl BodyPlaces {
 /// A read.
 pub(in crate::store::remote) struct RangeRead {
     pub(in crate::store::remote) ticket: Ticket,
-    pub(in crate::store::remote) route: Lane,
+    pub(in crate::store::remote) lane: Lane,
     pub(in crate::store::remote) site: Arc<Site>,
     /// Size and version of the object, and the range of the whole read.
     expected: Expected,
@@ -188,14 +188,14 @@ unsafe impl Send for RangeRead {}
 impl RangeRead {
     pub(in crate::store::remote) fn new(
         ticket: Ticket,
-        route: Lane,
+        lane: Lane,
         site: Arc<Site>,
         expected: Expected,
         places: Option<BodyPlaces>,
     ) -> RangeRead {
         RangeRead {
             ticket,
-            route,
+            lane,
             site,
             expected,
             places,

@@ -12,7 +12,7 @@ pub(in crate::store::remote) enum Told {
     /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
     Done {
         ticket: Ticket,
-        route: Lane,
+        lane: Lane,
         result: Result<u64>,
         object: Option<(u64, Version)>,
         /// Bytes that were received into its place, from the first on.
@@ -24,8 +24,8 @@ pub(in crate::store::remote) enum Told {
 
 /// A read ends: nobody learns of it while its memory is held.
 pub(in crate::store::remote) fn end(read: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
-    let (ticket, route, object, written) = (read.ticket, read.route, read.object().cloned(), read.got());
+    let (ticket, lane, object, written) = (read.ticket, read.lane, read.object().cloned(), read.got());
     let by_close = read.by_close;
     drop(read);
-    told.push(Told::Done { ticket, route, result, object, written, by_close });
+    told.push(Told::Done { ticket, lane, result, object, written, by_close });
 }

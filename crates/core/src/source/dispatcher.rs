@@ -1,0 +1,502 @@
+//! The source of a load: the sources of its lanes, as one. It alone decides which of them gets a read.
+//!
+//! Each source serves lanes of one store, or lanes that no store has (what comes from other ranks). A read goes to the
+//! source that serves its lane. If a source refuses it, it goes on in the lane that [`Declared::refused`] names, and so does
+//! every later read of that lane in that file; the report says why. A source that has both lanes may do that itself.
+//!
+//! Room is kept for each source, so that one that is full does not block the others.
+
+use super::{epoll, watch, Destination, Done, Progress, Read, Source, Touches};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Fence, Lane, Ticket};
+use crate::fallback::Fallback;
+use std::any::Any;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+/// Reads that wait for one source that is full, at most. With more, the next read of any store waits: then it is the whole
+/// load that is too fast.
+const WAITING: usize = 64;
+
+/// A source of a store, and the lanes that it serves.
+pub struct LaneSource {
+    /// The lanes. None is named: all lanes of its store.
+    pub lanes: Vec<Lane>,
+    /// The source.
+    pub source: Box<dyn Source>,
+}
+
+impl LaneSource {
+    /// A source of all lanes of its store.
+    pub fn of_all(source: impl Source + 'static) -> LaneSource {
+        LaneSource { lanes: Vec::new(), source: Box::new(source) }
+    }
+}
+
+/// One of the sources.
+struct Served {
+    /// Its store; `None`: it serves its lanes for the files of every store.
+    store: Option<usize>,
+    lanes: Vec<Lane>,
+    source: Box<dyn Source>,
+    /// Reads for which it had no room.
+    waiting: VecDeque<Read>,
+}
+
+/// Several sources as one.
+pub(crate) struct Dispatcher {
+    served: Vec<Served>,
+    /// The store of each file. A file without an entry is in the first store.
+    stores: Vec<usize>,
+    /// The source of each read in flight, where there are several.
+    of_ticket: HashMap<Ticket, usize>,
+    /// Lanes that were refused, by file.
+    refused: HashSet<(u32, Lane)>,
+    fallbacks: Vec<Fallback>,
+    /// Reads that were given up while they waited, or refused for good.
+    over: Vec<Progress>,
+    /// A read came in a lane that no source serves. `flush` says so.
+    unserved: Option<Error>,
+    cancelled: bool,
+    wake: Option<OwnedFd>,
+}
+
+impl Dispatcher {
+    /// A dispatcher for files in these stores, without a source.
+    pub(crate) fn new(stores: Vec<usize>) -> Dispatcher {
+        let (of_ticket, refused, fallbacks) = (HashMap::new(), HashSet::new(), Vec::new());
+        let (served, over, unserved, wake) = (Vec::new(), Vec::new(), None, None);
+        Dispatcher { served, stores, of_ticket, refused, fallbacks, over, unserved, cancelled: false, wake }
+    }
+
+    /// Adds a source: of the files of one store, or of all files.
+    ///
+    /// # Errors
+    /// What the kernel says if it gives no epoll set.
+    pub(crate) fn add(&mut self, store: Option<usize>, LaneSource { lanes, source }: LaneSource) -> Result<()> {
+        if let (None, [first]) = (&self.wake, &self.served[..]) {
+            let wake = epoll()?;
+            watch(&wake, first.source.wake())?;
+            self.wake = Some(wake);
+        }
+        if let Some(wake) = &self.wake {
+            watch(wake, source.wake())?;
+        }
+        self.served.push(Served { store, lanes, source, waiting: VecDeque::new() });
+        Ok(())
+    }
+
+    /// The source of a read, by its lane and the store of its file. One that names the lane comes before one that has all lanes
+    /// of the store.
+    fn source_of(&self, read: &Read) -> Option<usize> {
+        let store = self.stores.get(read.file as usize).copied().unwrap_or(0);
+        let has = |one: &Served| one.store.is_none_or(|has| has == store);
+        let named = self.served.iter().position(|one| has(one) && one.lanes.contains(&read.lane));
+        named.or_else(|| self.served.iter().position(|one| has(one) && one.lanes.is_empty()))
+    }
+
+    /// Sends a read to its source, or keeps it until that has room. Gives it back if too many wait there.
+    fn send(&mut self, mut read: Read) -> Result<(), Read> {
+        let asked = read.lane;
+        while let Some(next) = read.lane.refused.filter(|_| self.refused.contains(&(read.file, read.lane))) {
+            read.lane = next;
+        }
+        let Some(number) = self.source_of(&read) else {
+            let text = format!("no source serves the lane {}; please report this", read.lane.name);
+            let error = Error::new(ErrorKind::Internal, text);
+            self.over.push(Progress::Done(read.failed(error.clone())));
+            self.unserved = Some(error);
+            return Ok(());
+        };
+        let several = self.served.len() > 1;
+        let one = &mut self.served[number];
+        if one.waiting.len() >= WAITING {
+            read.lane = asked;
+            return Err(read);
+        }
+        if several {
+            self.of_ticket.insert(read.ticket, number);
+        }
+        match one.waiting.is_empty() {
+            true => {
+                if let Err(read) = one.source.submit(read) {
+                    one.waiting.push_back(read);
+                }
+            }
+            false => one.waiting.push_back(read),
+        }
+        Ok(())
+    }
+
+    /// Sends what waits, as far as there is room now.
+    fn send_waiting(&mut self) {
+        for one in &mut self.served {
+            while let Some(read) = one.waiting.pop_front() {
+                if let Err(read) = one.source.submit(read) {
+                    one.waiting.push_front(read);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// A source has refused a read: it goes on in another lane, or has failed.
+    fn replace(&mut self, read: Read, cause: Error) {
+        let Some(next) = read.lane.refused.filter(|_| !self.cancelled) else {
+            return self.over.push(Progress::Done(match self.cancelled {
+                true => read.given_up(),
+                false => read.failed(cause),
+            }));
+        };
+        if self.refused.insert((read.file, read.lane)) {
+            let (from, to) = (read.lane.name, next.name);
+            self.fallbacks.push(Fallback { from, to, reason: cause.to_string() });
+        }
+        if let Err(read) = self.send(Read { lane: next, ..read }) {
+            // It was in flight, so it counts as such until it is over.
+            if let Some(number) = self.source_of(&read) {
+                self.of_ticket.insert(read.ticket, number);
+                self.served[number].waiting.push_back(read);
+            }
+        }
+    }
+}
+
+impl Source for Dispatcher {
+    fn submit(&mut self, read: Read) -> Result<(), Read> {
+        self.send(read)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.served.iter_mut().try_for_each(|one| one.source.flush())?;
+        self.unserved.take().map_or(Ok(()), Err)
+    }
+
+    fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
+        let before = events.len();
+        // One that fails does not keep the others from being heard.
+        let mut outcome = Ok(());
+        for one in &mut self.served {
+            outcome = outcome.and(one.source.poll(events));
+        }
+        if events[before..].iter().any(|event| matches!(event, Progress::Refused { .. })) {
+            for event in events.split_off(before) {
+                match event {
+                    Progress::Refused { read, cause } => self.replace(read, cause),
+                    other => events.push(other),
+                }
+            }
+            outcome = outcome.and(self.flush());
+        }
+        events.append(&mut self.over);
+        for event in &events[before..] {
+            if let Progress::Done(Done { ticket, .. }) = event {
+                self.of_ticket.remove(ticket);
+            }
+        }
+        if self.served.iter().any(|one| !one.waiting.is_empty()) {
+            self.send_waiting();
+            outcome = outcome.and(self.flush());
+        }
+        outcome
+    }
+
+    fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        // A ticket that no source knows: the first one says so.
+        let number = self.of_ticket.get(&ticket).copied().unwrap_or(0);
+        self.served[number].source.land(ticket, into, keep)
+    }
+
+    fn cancel(&mut self) {
+        self.cancelled = true;
+        for one in &mut self.served {
+            self.over.extend(one.waiting.drain(..).map(|read| Progress::Done(read.given_up())));
+            one.source.cancel();
+        }
+    }
+
+    fn wake(&self) -> RawFd {
+        match (&self.wake, &self.served[..]) {
+            (Some(wake), _) => wake.as_raw_fd(),
+            (None, [only, ..]) => only.source.wake(),
+            (None, []) => -1,
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.over.len() + self.served.iter().map(|one| one.waiting.len() + one.source.in_flight()).sum::<usize>()
+    }
+
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
+        self.served.iter_mut().try_for_each(|one| one.source.wait_for(fence))
+    }
+
+    fn take_touches(&mut self) -> Touches {
+        self.served.iter_mut().fold(Touches::default(), |sum, one| sum.and(one.source.take_touches()))
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        let mut all = std::mem::take(&mut self.fallbacks);
+        all.extend(self.served.iter_mut().flat_map(|one| one.source.take_fallbacks()));
+        all
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::extent::Declared;
+    use crate::sync::{lock, Mutex};
+    use crate::wake::Wake;
+
+    /// What a source was given, and what it is to report.
+    #[derive(Default)]
+    struct Given {
+        reads: Vec<Read>,
+        landed: Vec<Ticket>,
+        events: Vec<Progress>,
+        fails: bool,
+    }
+
+    /// A source with room for so many reads, which ends those that it is told to.
+    struct Told {
+        room: usize,
+        given: Arc<Mutex<Given>>,
+        wake: Wake,
+    }
+
+    impl Source for Told {
+        fn submit(&mut self, read: Read) -> Result<(), Read> {
+            let mut given = lock(&self.given);
+            if given.reads.len() >= self.room {
+                return Err(read);
+            }
+            given.reads.push(read);
+            Ok(())
+        }
+
+        fn flush(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
+            let mut given = lock(&self.given);
+            events.append(&mut given.events);
+            match given.fails {
+                true => Err(Error::new(ErrorKind::Io, "it fails")),
+                false => Ok(()),
+            }
+        }
+
+        fn land(&mut self, ticket: Ticket, _into: Destination, _keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+            lock(&self.given).landed.push(ticket);
+            Ok(())
+        }
+
+        fn cancel(&mut self) {
+            let mut given = lock(&self.given);
+            let given_up: Vec<Read> = given.reads.drain(..).collect();
+            given.events.extend(given_up.into_iter().map(|read| Progress::Done(read.given_up())));
+        }
+
+        fn wake(&self) -> RawFd {
+            self.wake.fd()
+        }
+
+        fn in_flight(&self) -> usize {
+            let given = lock(&self.given);
+            given.reads.len() + given.events.len()
+        }
+    }
+
+    /// One source over these, each with its room; file `n` is read by source `n`.
+    fn over(rooms: &[usize]) -> (Dispatcher, Vec<Arc<Mutex<Given>>>) {
+        let mut dispatcher = Dispatcher::new((0..rooms.len()).collect());
+        let given = rooms.iter().enumerate().map(|(store, &room)| add(&mut dispatcher, Some(store), &[], room));
+        let given = given.collect();
+        (dispatcher, given)
+    }
+
+    fn add(dispatcher: &mut Dispatcher, store: Option<usize>, lanes: &[Lane], room: usize) -> Arc<Mutex<Given>> {
+        let given: Arc<Mutex<Given>> = Arc::default();
+        let source = Box::new(Told { room, given: given.clone(), wake: Wake::new().unwrap() });
+        dispatcher.add(store, LaneSource { lanes: lanes.to_vec(), source }).unwrap();
+        given
+    }
+
+    fn read(file: u32, ticket: u64) -> Read {
+        let (lane, into, keep) = (Lane::BUFFERED, Destination::OnArrival, Arc::new(()));
+        Read { ticket: Ticket(ticket), file, offset: 0, len: 8, need: 8, lane, into, fresh: false, written: 0, keep }
+    }
+
+    fn tickets(given: &Mutex<Given>) -> Vec<u64> {
+        lock(given).reads.iter().map(|read| read.ticket.0).collect()
+    }
+
+    /// The source ends its first read.
+    fn ends(given: &Mutex<Given>) {
+        let mut given = lock(given);
+        let read = given.reads.remove(0);
+        given.events.push(Progress::Done(Done { ticket: read.ticket, result: Ok(8), lane: read.lane, written: 8 }));
+    }
+
+    fn poll(dispatcher: &mut Dispatcher) -> Vec<u64> {
+        let mut events = Vec::new();
+        dispatcher.poll(&mut events).unwrap();
+        let ticket = |event| match event {
+            Progress::Done(done) => done.ticket.0,
+            Progress::Arrived(ticket) | Progress::Received(ticket) => ticket.0,
+            Progress::Refused { read, .. } => panic!("{read:?}"),
+        };
+        events.into_iter().map(ticket).collect()
+    }
+
+    #[test]
+    fn a_store_that_is_full_does_not_block_another() {
+        let (mut dispatcher, given) = over(&[2, 100]);
+        for ticket in 0..40 {
+            dispatcher.submit(read(0, ticket)).unwrap();
+            dispatcher.submit(read(1, 100 + ticket)).unwrap();
+        }
+        assert_eq!((tickets(&given[0]), tickets(&given[1]).len(), dispatcher.in_flight()), (vec![0, 1], 40, 80));
+        // What waits is sent in order, as room is made.
+        ends(&given[0]);
+        assert_eq!(poll(&mut dispatcher), [0]);
+        assert_eq!((tickets(&given[0]), dispatcher.in_flight()), (vec![1, 2], 79));
+        // A read never overtakes those that wait.
+        lock(&given[0]).reads.clear();
+        dispatcher.submit(read(0, 40)).unwrap();
+        assert_eq!(poll(&mut dispatcher), [0; 0]);
+        assert_eq!(tickets(&given[0]), [3, 4]);
+    }
+
+    #[test]
+    fn so_many_reads_wait_for_a_store_and_no_more() {
+        let (mut dispatcher, _given) = over(&[1, 1]);
+        let taken = (0..200).take_while(|&ticket| dispatcher.submit(read(0, ticket)).is_ok()).count();
+        assert_eq!(taken, 1 + WAITING);
+        assert!(dispatcher.submit(read(1, 500)).is_ok(), "the other has room");
+    }
+
+    #[test]
+    fn a_place_goes_to_the_source_of_its_read_and_a_failure_keeps_nobody_from_being_heard() {
+        let (mut dispatcher, given) = over(&[1, 1]);
+        dispatcher.submit(read(1, 7)).unwrap();
+        lock(&given[1]).events.push(Progress::Arrived(Ticket(7)));
+        lock(&given[0]).fails = true;
+        let mut events = Vec::new();
+        assert_eq!(dispatcher.poll(&mut events).unwrap_err().kind(), ErrorKind::Io);
+        assert!(matches!(events[..], [Progress::Arrived(Ticket(7))]), "{events:?}");
+        dispatcher.land(Ticket(7), Destination::Memory(std::ptr::null_mut()), Arc::new(())).unwrap();
+        assert_eq!((&lock(&given[0]).landed[..], &lock(&given[1]).landed[..]), (&[][..], &[Ticket(7)][..]));
+    }
+
+    #[test]
+    fn what_waits_is_given_up_with_the_rest() {
+        let (mut dispatcher, _given) = over(&[1, 1]);
+        (0..5).for_each(|ticket| dispatcher.submit(read(0, ticket)).unwrap());
+        dispatcher.cancel();
+        let mut back = poll(&mut dispatcher);
+        back.sort_unstable();
+        assert_eq!((back, dispatcher.in_flight()), (vec![0, 1, 2, 3, 4], 0));
+    }
+
+    const COPY: Lane = Lane::new(&Declared { refused: Some(SERVER), ..Declared::named("copy") });
+    const SERVER: Lane = Lane::new(&Declared::named("server"));
+    const RANKS: Lane = Lane::new(&Declared::named("ranks"));
+
+    /// Two lanes of one store, and one that no store has.
+    fn lanes() -> (Dispatcher, [Arc<Mutex<Given>>; 3]) {
+        let mut dispatcher = Dispatcher::new(vec![0]);
+        let given = [(Some(0), COPY), (Some(0), SERVER), (None, RANKS)];
+        let given = given.map(|(store, lane)| add(&mut dispatcher, store, &[lane], 2));
+        (dispatcher, given)
+    }
+
+    fn by(lane: Lane, ticket: u64) -> Read {
+        Read { lane, ..read(0, ticket) }
+    }
+
+    /// The source refuses its first read.
+    fn refuses(given: &Mutex<Given>) {
+        let mut given = lock(given);
+        let read = given.reads.remove(0);
+        given.events.push(Progress::Refused { read, cause: Error::new(ErrorKind::Io, "the copy is gone") });
+    }
+
+    #[test]
+    fn a_read_goes_to_the_source_of_its_lane() {
+        let (mut dispatcher, given) = lanes();
+        for (ticket, lane) in [SERVER, COPY, RANKS, COPY].into_iter().enumerate() {
+            dispatcher.submit(by(lane, ticket as u64)).unwrap();
+        }
+        let found: Vec<_> = given.iter().map(|given| tickets(given)).collect();
+        assert_eq!(found, [vec![1, 3], vec![0], vec![2]]);
+    }
+
+    #[test]
+    fn a_refused_read_goes_on_in_the_next_lane_and_so_do_later_ones() {
+        let (mut dispatcher, given) = lanes();
+        (0..4).for_each(|ticket| dispatcher.submit(by(COPY, ticket)).unwrap());
+        refuses(&given[0]);
+        refuses(&given[0]);
+        // The two that waited were sent before anybody knew.
+        assert_eq!(poll(&mut dispatcher), [0; 0]);
+        assert_eq!((tickets(&given[0]), tickets(&given[1])), (vec![2, 3], vec![0, 1]));
+        dispatcher.submit(by(COPY, 4)).unwrap();
+        ends(&given[1]);
+        assert_eq!((poll(&mut dispatcher), tickets(&given[1])), (vec![0], vec![1, 4]));
+        let told = dispatcher.take_fallbacks();
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!((told[0].from, told[0].to), ("copy", "server"));
+        assert!(told[0].reason.contains("the copy is gone"));
+        assert_eq!(dispatcher.in_flight(), 4);
+    }
+
+    #[test]
+    fn refused_reads_find_no_room_and_are_not_lost() {
+        let (mut dispatcher, given) = lanes();
+        let taken = (0..).take_while(|&ticket| dispatcher.submit(by(SERVER, ticket)).is_ok()).count() as u64;
+        dispatcher.submit(by(COPY, 1000)).unwrap();
+        refuses(&given[0]);
+        assert_eq!((poll(&mut dispatcher), dispatcher.in_flight() as u64), (vec![], taken + 1));
+        let mut all = Vec::new();
+        while dispatcher.in_flight() > 0 {
+            let there = lock(&given[1]).reads.len();
+            (0..there).for_each(|_| ends(&given[1]));
+            all.extend(poll(&mut dispatcher));
+        }
+        assert_eq!(all, (0..taken).chain([1000]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_refusal_without_another_lane_is_an_error_and_one_after_a_cancel_is_given_up() {
+        let (mut dispatcher, given) = lanes();
+        let kind = |dispatcher: &mut Dispatcher| {
+            let mut events = Vec::new();
+            dispatcher.poll(&mut events).unwrap();
+            match &events[..] {
+                [Progress::Done(Done { result: Err(e), .. })] => e.kind(),
+                other => panic!("{other:?}"),
+            }
+        };
+        dispatcher.submit(by(SERVER, 0)).unwrap();
+        refuses(&given[1]);
+        assert_eq!(kind(&mut dispatcher), ErrorKind::Io);
+        dispatcher.submit(by(COPY, 1)).unwrap();
+        refuses(&given[0]);
+        dispatcher.cancelled = true;
+        assert_eq!((kind(&mut dispatcher), dispatcher.in_flight()), (ErrorKind::Cancelled, 0));
+    }
+
+    #[test]
+    fn a_lane_that_nobody_serves_is_an_error() {
+        let (mut dispatcher, _given) = lanes();
+        dispatcher.submit(by(Lane::BUFFERED, 5)).unwrap();
+        let e = dispatcher.flush().unwrap_err();
+        assert!(e.to_string().contains("buffered"), "{e}");
+        assert_eq!((poll(&mut dispatcher), dispatcher.in_flight()), (vec![5], 0));
+    }
+}
