@@ -26,7 +26,7 @@ use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::options::{HUGE_PAGE, MIB};
 use crate::staging::{Growth, Ring, Share, Slab};
-use crate::threads::{guarded, of_panic};
+use crate::threads::{guarded, of_panic, step};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 /// How long a dropped device waits for copies in flight. A ring of 256 MiB takes 10 ms on PCIe 5, and a second if the
 /// driver copies pageable memory on a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The same if the load has already waited for them in vain.
 const IMPATIENCE: Duration = Duration::from_millis(500);
@@ -328,36 +328,10 @@ impl Drop for Registered {
     }
 }
 
-/// Removes safeguards, for tests that show that each is needed; and a shorter patience.
-#[doc(hidden)]
-#[derive(Debug, Clone)]
-pub struct Sabotage {
-    pub skip_fences: bool,
-    pub skip_event_wait: bool,
-    pub skip_registration: bool,
-    pub skip_scratch_wait: bool,
-    pub panic_in_copy: bool,
-    pub patience: Duration,
-}
-
-impl Default for Sabotage {
-    fn default() -> Self {
-        Self {
-            skip_fences: false,
-            skip_event_wait: false,
-            skip_registration: false,
-            skip_scratch_wait: false,
-            panic_in_copy: false,
-            patience: PATIENCE,
-        }
-    }
-}
-
 /// Copies to the memory of one accelerator.
 pub struct GpuDevice {
     shared: Arc<GpuShared>,
     api: Arc<Api>,
-    registers: bool,
     pinning_threads: usize,
     commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
@@ -443,26 +417,15 @@ impl GpuDevice {
     /// # Errors
     /// `Forked` in the child of a process that has used a driver; `Limit` where there is no descriptor or thread left.
     pub fn new(api: &Arc<Api>, ordinal: u32) -> Result<Self> {
-        Self::with(api, ordinal, Sabotage::default())
-    }
-
-    /// The same without some of its safeguards.
-    #[cfg(any(test, feature = "testing"))]
-    pub fn sabotaged(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
-        Self::with(api, ordinal, sabotage)
-    }
-
-    fn with(api: &Arc<Api>, ordinal: u32, sabotage: Sabotage) -> Result<Self> {
         refuse_a_forked_child()?;
         let shared = Arc::new(GpuShared { wake: Wake::new()?, state: Mutex::default(), ended: Condvar::new() });
         let (commands, inbox) = channel();
-        let (patience, registers) = (sabotage.patience, !sabotage.skip_registration);
         let (theirs, their_api) = (shared.clone(), api.clone());
         let thread = std::thread::Builder::new()
             .name("penstock-gpu".to_owned())
             .spawn(move || {
                 let served = caught(|| {
-                    serve(&theirs, &their_api, ordinal, &inbox, &sabotage);
+                    serve(&theirs, &their_api, ordinal, &inbox);
                     Ok(())
                 });
                 if let Err(error) = served {
@@ -473,7 +436,7 @@ impl GpuDevice {
             })
             .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
         let (api, commands, thread, pid) = (api.clone(), Some(commands), Some(thread), std::process::id());
-        Ok(Self { shared, api, registers, pinning_threads: 1, commands, thread, in_flight: 0, patience, pid })
+        Ok(Self { shared, api, pinning_threads: 1, commands, thread, in_flight: 0, patience: PATIENCE, pid })
     }
 
     /// The same with so many threads, at least one, that register staging memory.
@@ -509,7 +472,7 @@ impl Device for GpuDevice {
     }
 
     fn stage(&mut self, share: &mut Share, nbytes: u64) {
-        if self.registers && nbytes > 0 {
+        if nbytes > 0 {
             // If the thread has ended, the growth is dropped, and the load continues until it sees the error.
             let _ = self.send(Command::Grow(share.pin(self.api.driver_number(), nbytes), self.pinning_threads));
         }
@@ -594,9 +557,9 @@ impl Drop for GpuDevice {
 }
 
 /// The body of the device thread.
-fn serve(shared: &Arc<GpuShared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Command>, sabotage: &Sabotage) {
+fn serve(shared: &Arc<GpuShared>, api: &Arc<Api>, ordinal: u32, inbox: &Receiver<Command>) {
     let opened = SharedContext::retain(api, ordinal);
-    let result = opened.and_then(|context| GpuQueue::serve(shared, &context, inbox, sabotage));
+    let result = opened.and_then(|context| GpuQueue::serve(shared, &context, inbox));
     if let Err(error) = &result {
         // It ended before it took commands.
         refuse_commands(shared, inbox, error);
@@ -663,7 +626,6 @@ struct GpuQueue<'a> {
     batches: bool,
     /// Destination blocks of the copies that the driver was given of the batch in hand.
     begun: Vec<u32>,
-    sabotage: &'a Sabotage,
 }
 
 /// Where small copies are gathered: two halves in turn, so that one is filled while the other travels.
@@ -676,20 +638,14 @@ struct Scratch {
 }
 
 impl<'a> GpuQueue<'a> {
-    fn serve(
-        shared: &'a Arc<GpuShared>,
-        context: &'a Arc<SharedContext>,
-        inbox: &Receiver<Command>,
-        sabotage: &'a Sabotage,
-    ) -> Result<()> {
+    fn serve(shared: &'a Arc<GpuShared>, context: &'a Arc<SharedContext>, inbox: &Receiver<Command>) -> Result<()> {
         let api = context.context.enter()?;
         let stream = context.take_stream(&api)?;
         let (waiter, submitted) = channel();
         let (theirs, their_context) = (shared.clone(), context.clone());
-        let skip = sabotage.skip_event_wait;
         let thread = std::thread::Builder::new()
             .name("penstock-gpuwait".to_owned())
-            .spawn(move || await_events(&theirs, &their_context, &submitted, skip));
+            .spawn(move || await_events(&theirs, &their_context, &submitted));
         let thread = match thread {
             Ok(thread) => thread,
             Err(cause) => {
@@ -707,7 +663,6 @@ impl<'a> GpuQueue<'a> {
             scratch: None,
             batches: true,
             begun: Vec::new(),
-            sabotage,
         };
         take_commands(shared, inbox, |command| match command {
             Command::Wait(fence) => caught(|| queue.wait_for(fence)),
@@ -723,7 +678,7 @@ impl<'a> GpuQueue<'a> {
         let joined = thread.join().is_ok();
         let sound = {
             let state = shared.lock();
-            joined && !sabotage.skip_event_wait && !state.given_up && state.failed.is_none()
+            joined && !state.given_up && state.failed.is_none()
         };
         if let Some(scratch) = scratch {
             // The waiter has seen the end of every batch, but of a failed one only where the driver still answered.
@@ -739,9 +694,6 @@ impl<'a> GpuQueue<'a> {
     }
 
     fn wait_for(&mut self, fence: Fence) -> Result<()> {
-        if self.sabotage.skip_fences {
-            return Ok(());
-        }
         self.quiet = false;
         // SAFETY: the event is live until the load has ended, as `Fence` says.
         unsafe { self.api.stream_wait(self.stream, DriverEvent(fence.0 as usize)) }
@@ -824,13 +776,13 @@ impl<'a> GpuQueue<'a> {
     }
 
     fn registers(&self) -> bool {
-        !self.sabotage.skip_registration && !self.shared.lock().pageable
+        !self.shared.lock().pageable
     }
 
     /// Small copies are submitted together only if their memory is registered (`pinned`): what the driver does with a
     /// batch of copies from other memory is documented for few devices.
     fn transfer(&mut self, batch: &Batch, pinned: bool) -> Result<()> {
-        assert!(!self.sabotage.panic_in_copy, "on purpose");
+        step("penstock-gpu batch");
         let together = self.batches && pinned;
         let plan = join::plan(&batch.copies, HALF);
         let mut many = Many::default();
@@ -967,7 +919,7 @@ impl<'a> GpuQueue<'a> {
             unsafe { self.api.record(event, self.stream) }?;
             scratch.half ^= 1;
             scratch.used = 0;
-            if let Some(event) = scratch.busy[scratch.half].filter(|_| !self.sabotage.skip_scratch_wait) {
+            if let Some(event) = scratch.busy[scratch.half] {
                 // SAFETY: as above; it was recorded when this half was left.
                 unsafe { self.api.synchronize_event(event) }?;
             }
@@ -1078,21 +1030,21 @@ pub(super) fn register_in(context: &Arc<SharedContext>, api: &Api, slab: &Slab) 
 }
 
 /// The body of the waiter thread.
-fn await_events(shared: &GpuShared, context: &SharedContext, submitted: &Receiver<Submitted>, skip_wait: bool) {
+fn await_events(shared: &GpuShared, context: &SharedContext, submitted: &Receiver<Submitted>) {
     // cuda.h requires a current context for cuEventSynchronize. If it cannot be entered, the wait itself reports why.
     let _current = context.context.enter();
     for Submitted { batch, event, failed } in submitted {
         // SAFETY: a live event, recorded behind the batch's copies, and in nobody else's hands.
         let wait = || unsafe { context.context.api().synchronize_event(event) };
         let waited = guarded("penstock-gpuwait", || {
-            let waited = if skip_wait { Ok(()) } else { wait() };
+            let waited = wait();
             if let Err(error) = &waited {
                 shared.fail(error);
                 // A lost context fails again at once. If it is not lost, the copies may still run, and the batch must not come
                 // back before they have ended.
                 let _ = wait();
             }
-            context.give_events(context.context.api(), [event], waited.is_ok() && !skip_wait);
+            context.give_events(context.context.api(), [event], waited.is_ok());
             waited
         });
         let waited = match waited {
