@@ -176,7 +176,7 @@ NAMES_FILES = {
     "staging.rs": "waits for eventfds",
     "device/mod.rs": "eventfds",
     "device/cpu.rs": "eventfds",
-    "device/gpu.rs": "eventfds",
+    "device/gpu/mod.rs": "eventfds",
     "peers": "connections to other ranks",
 }
 #: Names of files, of descriptors, and of what is done with them.
