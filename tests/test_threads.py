@@ -27,7 +27,7 @@ THREADS = {
     "penstock-peers": "peers/exchange.rs",
     "penstock-pulse": "peers/pulse.rs",
     "penstock-read": "source/threads.rs",
-    "penstock-save": "save/mod.rs",
+    "penstock-save": "save/crew.rs",
 }
 
 #: Threads that end before the call that starts them does: a panic there is one of the caller, whose thread has a guard.
