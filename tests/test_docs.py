@@ -376,7 +376,8 @@ def test_links_lead_somewhere(page):
 
 def test_the_tests_that_hold_the_invariants_exist():
     held = section("docs/architecture.md", "Invariants, and the tests that hold them")
-    sources = "".join(path.read_text() for path in [*ROOT.glob("crates/**/*.rs"), *ROOT.glob("tests/*.py")])
+    paths = [*ROOT.glob("crates/**/*.rs"), *ROOT.glob("crates/**/simulator/*.txt"), *ROOT.glob("tests/*.py")]
+    sources = "".join(path.read_text() for path in paths)
     for word in re.findall(r"`([^`]+)`", held):
         if "*" in word:
             continue

@@ -177,7 +177,7 @@ NAMES_FILES = {
     "staging.rs": "waits for eventfds",
     "device/mod.rs": "eventfds",
     "device/cpu.rs": "eventfds",
-    "device/gpu.rs": "eventfds",
+    "device/gpu/mod.rs": "eventfds",
     "peers": "connections to other ranks",
 }
 #: Names of files, of descriptors, and of what is done with them.
@@ -349,7 +349,7 @@ def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path,
 #: A declaration of a type that is not nested, in a file of Rust.
 TYPE = re.compile(r"^(?:pub(?:\([a-z ]+\))? )?(?:unsafe )?(?:struct|enum|trait|union|type) (\w+)", re.M)
 #: What only tests see, and the stand-in of a type of the same name.
-UNSEEN = ("tests.rs", "mutant.rs", "virtual_time.rs", "model.rs")
+UNSEEN = ("tests.rs", "mutated.rs", "virtual_time.rs", "model.rs")
 
 
 def named_twice(folder: Path) -> dict[str, list[str]]:

@@ -17,9 +17,9 @@ THREADS = {
     "penstock-dns": "store/remote/http/names.rs",
     "penstock-engine": "load/start.rs",
     "penstock-fill": "store/fill_after.rs",
-    "penstock-gpu": "device/gpu.rs",
-    "penstock-gpupin": "device/gpu.rs",
-    "penstock-gpuwait": "device/gpu.rs",
+    "penstock-gpu": "device/gpu/mod.rs",
+    "penstock-gpupin": "device/gpu/pinning.rs",
+    "penstock-gpuwait": "device/gpu/queue.rs",
     "penstock-keys": "store/remote/auth/credentials.rs",
     "penstock-lease": "load/leased.rs",
     "penstock-lookout": "peers/lookout.rs",
@@ -27,14 +27,18 @@ THREADS = {
     "penstock-peers": "peers/exchange.rs",
     "penstock-pulse": "peers/pulse.rs",
     "penstock-read": "source/threads.rs",
-    "penstock-save": "save/mod.rs",
+    "penstock-save": "save/crew.rs",
 }
 
 #: Threads that end before the call that starts them does: a panic there is one of the caller, whose thread has a guard.
 SCOPED = {"ceiling/files.rs", "format/join.rs", "store/cache.rs", "store/read_cost.rs", "store/sampled.rs"}
 
 #: Where the guard of a thread is, if not in the file that starts it.
-GUARDS = {"penstock-engine": "load/drive.rs"}
+GUARDS = {
+    "penstock-engine": "load/drive.rs",
+    "penstock-gpu": "device/gpu/queue.rs",
+    "penstock-gpuwait": "device/gpu/waiter.rs",
+}
 
 #: Where a panic is put to the test, if not in `tests/threads.rs`: threads that nobody outside the crate can start.
 TRIPPED = {"penstock-ahead": "src/store/ahead/tests.rs"}
@@ -74,5 +78,5 @@ def test_a_thread_has_a_guard_and_a_test_that_trips_it(name: str):
 
 def test_no_thread_catches_a_panic_without_saying_what_it_was():
     """`guarded` keeps the text of the panic."""
-    allowed = {"threads.rs", "load/drive.rs", "device/gpu.rs"}  # a drop, and copies that may be under way
+    allowed = {"threads.rs", "load/drive.rs", "device/gpu/queue.rs"}  # a drop, and copies that may be under way
     assert {name for name, text in sources().items() if "catch_unwind(" in text} <= allowed

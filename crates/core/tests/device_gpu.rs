@@ -4,10 +4,13 @@
 
 mod device;
 
-use device::{alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab, SLAB};
+use device::{
+    alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab, NOTHING, REGISTRATIONS, SLAB,
+    WAITS_FOR_COPIES, WAITS_FOR_FENCES, WAITS_FOR_SCRATCH,
+};
 use penstock::device::api::{Api, Stream, Vendor};
 use penstock::device::cast::Cast;
-use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
+use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, SharedContext};
 use penstock::device::strided::{GridAxis, Strided};
 use penstock::device::{Batch, Copied, Copy, Device, Fence};
 use penstock::extent::Ticket;
@@ -60,8 +63,8 @@ fn misuses_of(gpu: Gpu) -> String {
 #[test]
 fn an_event_of_the_allocating_stream_is_waited_for() {
     fn load_into_memory_still_in_use(skip_fences: bool) -> String {
-        let mut gpu = cuda();
-        gpu.sabotage = Sabotage { skip_fences, ..Sabotage::default() };
+        let gpu = cuda();
+        gpu.fake.configure("ignore", if skip_fences { WAITS_FOR_FENCES } else { NOTHING });
         let (memory, to) = gpu.memory(SLAB);
         let (slab, memory) = (gpu.slab(), Arc::new(memory));
         let content = noise(1);
@@ -98,8 +101,8 @@ fn an_event_of_the_allocating_stream_is_waited_for() {
 #[test]
 fn a_ticket_comes_back_only_after_the_copy() {
     fn rewrite_slabs_and_read_memory(skip_event_wait: bool) -> String {
-        let mut gpu = cuda();
-        gpu.sabotage = Sabotage { skip_event_wait, ..Sabotage::default() };
+        let gpu = cuda();
+        gpu.fake.configure("ignore", if skip_event_wait { WAITS_FOR_COPIES } else { NOTHING });
         gpu.fake.configure("copy_delay_us", "5000");
         let (memory, to) = gpu.memory(SLAB);
         let (slab, memory) = (gpu.slab(), Arc::new(memory));
@@ -124,8 +127,8 @@ fn a_ticket_comes_back_only_after_the_copy() {
 #[test]
 fn copies_are_made_from_registered_memory_only() {
     fn load(skip_registration: bool) -> String {
-        let mut gpu = cuda();
-        gpu.sabotage = Sabotage { skip_registration, ..Sabotage::default() };
+        let gpu = cuda();
+        gpu.fake.configure("ignore", if skip_registration { REGISTRATIONS } else { NOTHING });
         run(&gpu, 3, None);
         misuses_of(gpu)
     }
@@ -136,8 +139,8 @@ fn copies_are_made_from_registered_memory_only() {
 #[test]
 fn scratch_memory_is_refilled_only_after_it_has_travelled() {
     fn load_small_tensors(skip_scratch_wait: bool) -> (String, bool) {
-        let mut gpu = cuda();
-        gpu.sabotage = Sabotage { skip_scratch_wait, ..Sabotage::default() };
+        let gpu = cuda();
+        gpu.fake.configure("ignore", if skip_scratch_wait { WAITS_FOR_SCRATCH } else { NOTHING });
         // Long enough that a half is refilled before it has travelled, however busy the machine.
         gpu.fake.configure("copy_delay_us", if skip_scratch_wait { "200000" } else { "2000" });
         let (n, size, step) = (8000u64, 100, 1024);
@@ -177,8 +180,8 @@ fn turned(slab: &TestSlab, to: u64, (rows, columns): (u64, u64)) -> Strided {
 #[test]
 fn scratch_memory_of_strided_copies_is_refilled_only_after_it_has_travelled() {
     fn transposed(skip_scratch_wait: bool) -> (String, bool) {
-        let mut gpu = cuda();
-        gpu.sabotage = Sabotage { skip_scratch_wait, ..Sabotage::default() };
+        let gpu = cuda();
+        gpu.fake.configure("ignore", if skip_scratch_wait { WAITS_FOR_SCRATCH } else { NOTHING });
         // Long enough that a half is refilled before it has travelled, however busy the machine.
         gpu.fake.configure("copy_delay_us", if skip_scratch_wait { "200000" } else { "2000" });
         let (memory, to) = gpu.memory(4 * SLAB);
@@ -478,8 +481,7 @@ fn a_hanging_gpu_costs_a_bounded_time_and_its_slab_is_never_used_again() {
 }
 
 fn hang() {
-    let mut gpu = cuda();
-    gpu.sabotage.patience = Duration::from_millis(300);
+    let gpu = cuda();
     gpu.fake.configure("hang_copy", "2");
     let (memory, to) = gpu.memory(SLAB);
     let (slab, memory) = (gpu.slab(), Arc::new(memory));
@@ -493,6 +495,8 @@ fn hang() {
     }
     let (start, address) = (Instant::now(), slab.address());
     drop((slab, memory));
+    // As a load does that has waited for the copies: dropping the device takes less time.
+    assert_eq!(device.abandon(), []);
     drop(device);
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
     assert_eq!(count.load(Ordering::SeqCst), 2, "what the GPU may touch is kept");

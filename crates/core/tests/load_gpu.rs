@@ -8,9 +8,9 @@
 mod checkpoints;
 mod device;
 
-use device::{Gpu, Kind, PATIENCE};
+use device::{Gpu, Kind, NOTHING, PATIENCE, REGISTRATIONS, WAITS_FOR_COPIES, WAITS_FOR_FENCES, WAITS_FOR_SCRATCH};
 use penstock::device::api::{Context, DriverEvent, Stream, Vendor, LIBRARY_VARIABLE};
-use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage};
+use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory};
 use penstock::device::{Batch, Copied, Device, Fence};
 use penstock::extent::Ticket;
 use penstock::format::Checkpoint;
@@ -135,12 +135,12 @@ impl<'a> Framework<'a> {
     }
 }
 
-/// Streams the checkpoint with blocks granted as they are wanted; gives the driver's log.
-fn streamed(sabotage: Sabotage, wrap: impl FnOnce(GpuDevice) -> Box<dyn Device>) -> String {
+/// Streams the checkpoint with blocks granted as they are wanted, while the driver ignores these calls; gives the driver's log.
+fn streamed(ignored: &str, wrap: impl FnOnce(GpuDevice) -> Box<dyn Device>) -> String {
     let model = model();
     let checkpoint = &model.checkpoint;
-    let mut gpu = cuda();
-    gpu.sabotage = sabotage;
+    let gpu = cuda();
+    gpu.fake.configure("ignore", ignored);
     // Long enough that a caller that does not wait is early, however busy the machine is.
     gpu.fake.configure("copy_delay_us", "4000");
     let mut framework = Framework::new(&gpu);
@@ -180,13 +180,14 @@ fn untouched(device: GpuDevice) -> Box<dyn Device> {
     Box::new(device)
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_panic_on_the_device_thread_is_the_loads_error_and_no_hang() {
     // Slabs that the driver may be reading are lost to the process.
     device::alone("a_panic_on_the_device_thread_is_the_loads_error_and_no_hang", || {
         let model = model();
-        let mut gpu = cuda();
-        gpu.sabotage = Sabotage { panic_in_copy: true, ..Sabotage::default() };
+        let gpu = cuda();
+        penstock::threads::trip("penstock-gpu batch");
         for _ in 0..2 {
             let load =
                 Load::start_on(request(&model.checkpoint, Memory::Ours, false), Some(untouched(gpu.gpu()))).unwrap();
@@ -202,31 +203,31 @@ fn a_panic_on_the_device_thread_is_the_loads_error_and_no_hang() {
 
 #[test]
 fn a_load_with_all_its_fences_misuses_nothing() {
-    assert_eq!(streamed(Sabotage::default(), untouched), "");
+    assert_eq!(streamed(NOTHING, untouched), "");
 }
 
 #[test]
 fn without_the_wait_for_the_allocating_stream_the_driver_notices() {
-    let log = streamed(Sabotage { skip_fences: true, ..Sabotage::default() }, untouched);
+    let log = streamed(WAITS_FOR_FENCES, untouched);
     assert!(log.contains("unordered-access"), "{log}");
 }
 
 #[test]
 fn without_the_wait_for_the_copies_the_driver_notices() {
-    let log = streamed(Sabotage { skip_event_wait: true, ..Sabotage::default() }, untouched);
+    let log = streamed(WAITS_FOR_COPIES, untouched);
     assert!(log.contains("source-modified"), "a slab that was read into too early: {log}");
     assert!(log.contains("kernel that reads"), "a tensor that was handed out too early: {log}");
 }
 
 #[test]
 fn without_the_wait_for_the_scratch_buffer_the_driver_notices() {
-    let log = streamed(Sabotage { skip_scratch_wait: true, ..Sabotage::default() }, untouched);
+    let log = streamed(WAITS_FOR_SCRATCH, untouched);
     assert!(log.contains("source-modified"), "{log}");
 }
 
 #[test]
 fn without_registration_the_driver_notices() {
-    let log = streamed(Sabotage { skip_registration: true, ..Sabotage::default() }, untouched);
+    let log = streamed(REGISTRATIONS, untouched);
     assert!(log.contains("unregistered-memory"), "{log}");
 }
 
@@ -267,7 +268,7 @@ impl Device for Hasty {
 
 #[test]
 fn a_device_that_reports_before_the_event_is_noticed() {
-    let log = streamed(Sabotage::default(), |device| Box::new(Hasty { device, early: Vec::new(), late: Vec::new() }));
+    let log = streamed(NOTHING, |device| Box::new(Hasty { device, early: Vec::new(), late: Vec::new() }));
     assert!(log.contains("unordered-access"), "{log}");
 }
 

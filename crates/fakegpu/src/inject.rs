@@ -10,6 +10,7 @@
 //! | `integrated` | 1: devices share memory with the host | 0 |
 //! | `host_pointer` | 0: registered memory has another address on the device | 1 |
 //! | `fail` | `name:nth:code` or `name:nth:code:times`, comma separated: the nth call from now of that function, and the `times - 1` after it (0: all), return code; empty clears | none |
+//! | `ignore` | `name` or `name@thread`, comma separated: every call of that function, or those by the threads of that name, does nothing and returns 0, as if the program had left it out; empty clears | none |
 //! | `cost` | `name:us` or `name:us:us_per_mib`, comma separated: every call of that function takes so long, and so long for each MiB of its memory (registering, unregistering, allocating); a call that waits takes it after that, as waking up does; empty clears | none |
 //! | `copy_delay_us` | every copy takes this much longer on its stream, whatever its size | 0 |
 //! | `h2d_bytes_per_s` | all copies to a device share a link of this bandwidth, in real time; 0: memory speed | 0 |
@@ -61,6 +62,8 @@ pub(crate) struct Settings {
     pub(crate) expect_devices: u64,
     pub(crate) report: Option<PathBuf>,
     failures: HashMap<String, Vec<Failure>>,
+    /// Functions, each with the thread whose calls are ignored, unless all are.
+    ignored: Vec<(String, Option<String>)>,
     /// Microseconds per call and per MiB, by function.
     costs: HashMap<String, (f64, f64)>,
 }
@@ -86,6 +89,7 @@ impl Default for Settings {
             expect_devices: u64::MAX,
             report: None,
             failures: HashMap::new(),
+            ignored: Vec::new(),
             costs: HashMap::new(),
         }
     }
@@ -97,6 +101,7 @@ pub(crate) const KEYS: &[&str] = &[
     "integrated",
     "host_pointer",
     "fail",
+    "ignore",
     "cost",
     "copy_delay_us",
     "h2d_bytes_per_s",
@@ -144,6 +149,7 @@ impl Settings {
             "integrated" => self.integrated = flag()?,
             "host_pointer" => self.host_pointer = flag()?,
             "fail" => self.failures = parse_failures(value)?,
+            "ignore" => self.ignored = parse_ignored(value),
             "cost" => self.costs = parse_costs(value)?,
             "copy_delay_us" => self.copy_delay = Duration::from_micros(number()?),
             "h2d_bytes_per_s" => self.h2d_bytes_per_s = number()?,
@@ -180,6 +186,12 @@ impl Settings {
         Duration::from_secs_f64((each + per_mib * bytes as f64 / (1 << 20) as f64) / 1e6)
     }
 
+    /// Whether this thread's call of `function` does nothing.
+    pub(crate) fn ignores(&self, function: &str) -> bool {
+        let mut threads = self.ignored.iter().filter(|(name, _)| name == function).map(|(_, thread)| thread);
+        threads.any(|thread| thread.as_ref().is_none_or(|name| *name == this_thread()))
+    }
+
     /// Counts a call of `function`, and returns the code with which it must fail, if it must.
     pub(crate) fn failure_of(&mut self, function: &str) -> Option<i32> {
         let list = self.failures.get_mut(function)?;
@@ -195,6 +207,19 @@ impl Settings {
         list.retain(|f| f.times > 0);
         code
     }
+}
+
+/// The name of this thread. Threads of Rust that another library has started are nameless here, except to the kernel.
+fn this_thread() -> String {
+    let name = std::fs::read_to_string("/proc/thread-self/comm").expect("the kernel names each thread");
+    name.trim_end().to_owned()
+}
+
+fn parse_ignored(value: &str) -> Vec<(String, Option<String>)> {
+    let items = value.split(',').filter(|item| !item.is_empty());
+    let parts = items.map(|item| item.split_once('@').map_or((item, None), |(name, thread)| (name, Some(thread))));
+    // The kernel keeps 15 bytes of a name.
+    parts.map(|(name, thread)| (name.to_owned(), thread.map(|thread| thread.chars().take(15).collect()))).collect()
 }
 
 fn parse_costs(value: &str) -> Option<HashMap<String, (f64, f64)>> {

@@ -264,7 +264,7 @@ impl DerefMut for Call {
 const UNBREAKABLE: &[&str] =
     &["cuInit", "cuDriver", "cuDevice", "cuCtx", "cuGetError", "hipInit", "hipDriver", "hipDevice", "hipGet", "hipSet"];
 
-/// Runs `body` as the driver function `name`: it is counted, fails if that was requested, and is refused if the context
+/// Runs `body` as the driver function `name`: it is counted, fails or is ignored if that was requested, and is refused if the context
 /// is broken. Functions that give something back do so even then, as the end of the context would.
 pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Call) -> Result<(), i32>) -> i32 {
     if is_forked() {
@@ -276,6 +276,9 @@ pub(crate) fn call(vendor: Vendor, name: &'static str, body: impl FnOnce(&mut Ca
     *call.counters.calls.entry(name).or_default() += 1;
     if let Some(code) = call.settings.failure_of(name) {
         return code;
+    }
+    if call.settings.ignores(name) {
+        return 0;
     }
     let breakable = !UNBREAKABLE.iter().any(|prefix| name.starts_with(prefix));
     let gives_back = ["Free", "Destroy", "Unregister"].iter().any(|verb| name.contains(verb));

@@ -536,6 +536,20 @@ fn the_nth_call_fails_as_asked_and_the_next_does_not() {
 }
 
 #[test]
+fn calls_of_all_threads_or_of_one_are_ignored_as_asked() {
+    let p = Program::start_with(&[("ignore", "cuEventQuery,cuEventSynchronize@a-name-of-18-bytes")]);
+    let unknown = 0xdead;
+    ok(cuEventQuery(unknown));
+    assert_eq!(cuEventSynchronize(unknown), 400);
+    let other = std::thread::Builder::new().name("a-name-of-18-bytes".to_owned());
+    let waited = other.spawn(move || cuEventSynchronize(unknown)).expect("a thread").join();
+    assert_eq!(waited.expect("no panic"), 0);
+    configure("ignore", "");
+    assert_eq!(cuEventQuery(unknown), 400);
+    assert!(p.end().contains("never existed"));
+}
+
+#[test]
 fn registration_can_be_refused_or_limited() {
     let p = Program::start_with(&[("register_limit", "70000")]);
     let more = vec![0u8; 10_000];

@@ -33,7 +33,7 @@ use words::Stage;
 
 mod deadline;
 #[cfg(test)]
-mod mutant;
+pub(crate) mod mutated;
 #[cfg(test)]
 mod simulator;
 #[cfg(test)]
@@ -42,8 +42,6 @@ mod window;
 mod words;
 
 pub(crate) use deadline::{nanos, Nanos};
-#[cfg(test)]
-pub(crate) use mutant::Mutant;
 pub(crate) use words::{Action, Bounds, Event, Ready, Slabs, Wait};
 
 /// No gate.
@@ -109,21 +107,6 @@ pub(crate) struct Engine<S> {
     abandoned: bool,
     quarantined: Vec<S>,
     starved_of_slabs: bool,
-    #[cfg(test)]
-    pub(crate) mutant: Option<Mutant>,
-}
-
-macro_rules! mutated {
-    ($self:ident, $mutant:ident) => {{
-        #[cfg(test)]
-        {
-            $self.mutant == Some(Mutant::$mutant)
-        }
-        #[cfg(not(test))]
-        {
-            false
-        }
-    }};
 }
 
 impl<S> Engine<S> {
@@ -169,8 +152,6 @@ impl<S> Engine<S> {
             abandoned: false,
             quarantined: Vec::new(),
             starved_of_slabs: false,
-            #[cfg(test)]
-            mutant: None,
             bounds,
             schedule,
             layout,
@@ -224,17 +205,13 @@ impl<S> Engine<S> {
     /// the driver itself may have been stopped for longer than the timeout.
     pub(crate) fn turn(&mut self, now: Nanos) {
         let wait = self.waits_for();
-        let may_stall = wait.may_stall() || mutated!(self, StallWhileConsumerIsAwaited);
-        let nothing_to_wait_for = !may_stall && !mutated!(self, StallCountsConsumersTime);
-        if nothing_to_wait_for || mutated!(self, StallAnewWithEveryWake) {
+        let may_stall = wait.may_stall();
+        if !may_stall {
             self.deadlines.moved(now);
         }
         self.overdue = None;
-        if may_stall && self.failure.is_none() && now >= self.deadlines.stalls_at() && !mutated!(self, NeverStall) {
+        if may_stall && self.failure.is_none() && now >= self.deadlines.stalls_at() {
             self.overdue = Some(wait);
-            if mutated!(self, StallBeforeItLooks) {
-                self.stall(now, wait);
-            }
         }
         self.starved_of_slabs = false;
         self.room = true;
@@ -245,15 +222,9 @@ impl<S> Engine<S> {
         match event {
             Event::Granted(block) => self.granted[block as usize] = true,
             Event::Taken(want) => self.take(want),
-            Event::Cancelled => {
-                if !mutated!(self, IgnoreCancel) {
-                    self.fail(now, Error::new(ErrorKind::Cancelled, "the load was cancelled"));
-                }
-            }
+            Event::Cancelled => self.fail(now, Error::new(ErrorKind::Cancelled, "the load was cancelled")),
             Event::NoRoom(ticket) => {
-                if !mutated!(self, LoseHeldBack) {
-                    self.held_back = Some(ticket.0 as u32);
-                }
+                self.held_back = Some(ticket.0 as u32);
                 (self.room, self.offered) = (false, false);
             }
             Event::Arrived(ticket) => self.arrived(now, ticket),
@@ -264,16 +235,13 @@ impl<S> Engine<S> {
                 // A server may ask for patience before the first byte.
                 let known = self.expect(now, ticket, Stage::is_reading).is_some();
                 let own = self.reads_in_flight() + self.copies_in_flight - self.received;
-                let theirs_count = own == 0 || mutated!(self, PeersExcuseOwnStall);
-                let theirs_count = theirs_count && !mutated!(self, PeersDoNotMove);
-                if known && (!theirs || theirs_count) && !mutated!(self, StallForgetsBytes) {
+                if known && (!theirs || own == 0) {
                     self.moved(now);
                 }
             }
             Event::ReadDone(ticket, result, written) => self.read_done(now, ticket, result, written),
             Event::CopyDone(ticket, result, begun) => self.copy_done(now, ticket, result, &begun),
             Event::Failed(error) => self.fail(now, error),
-            Event::Revoked(error) if mutated!(self, IgnoreLateRevocation) => self.fail(now, error),
             Event::Revoked(error) => self.set_failure(now, error),
         }
     }
@@ -284,17 +252,12 @@ impl<S> Engine<S> {
         if std::mem::take(&mut self.offered) {
             self.started(now);
         }
-        if self.failure.is_none() || mutated!(self, ContinueAfterFailure) {
+        if self.failure.is_none() {
             if let Some(action) = self.go_on(now, ring) {
                 return Some(action);
             }
             if let Some(wait) = self.overdue.take().filter(|_| self.failure.is_none()) {
                 self.stall(now, wait);
-            }
-        }
-        if mutated!(self, LandAfterFailure) && self.failure.is_some() {
-            if let Some(action) = self.land(now, ring) {
-                return Some(action);
             }
         }
         self.failure.as_ref()?;
@@ -307,70 +270,40 @@ impl<S> Engine<S> {
             self.stages[extent as usize] = Stage::Copying;
             self.copies_in_flight += 1;
             self.started(now);
-            if mutated!(self, CopyTwice) && extent % 3 == 0 && self.landed.len() < 2 {
-                self.landed.push_back(extent);
-            }
             return Some(Action::Copy { extent });
-        }
-        if mutated!(self, ReadsTakeSlabsOfArrivals) && self.held_back.is_none() {
-            if let Some(action) = self.start(now, ring) {
-                return Some(action);
-            }
         }
         if let Some(action) = self.land(now, ring) {
             return Some(action);
         }
         // The ring may have had no memory for a slab.
-        let failed = self.failure.is_some() && !mutated!(self, GoOnAfterSlabError);
-        if failed && !mutated!(self, ContinueAfterFailure) {
+        if self.failure.is_some() {
             return None;
         }
         if let Some(extent) = self.held_back {
-            if self.room || mutated!(self, RetryWithoutTurn) {
-                if !mutated!(self, SendHeldBackTwice) {
-                    self.held_back = None;
-                }
-                (self.room, self.offered) = (false, true);
-                return Some(Action::Read { extent });
-            }
-            if !mutated!(self, OvertakeHeldBack) {
+            if !self.room {
                 return None;
             }
+            self.held_back = None;
+            (self.room, self.offered) = (false, true);
+            return Some(Action::Read { extent });
         }
         self.start(now, ring)
     }
 
     /// Gives the request that arrived first its slab.
     fn land(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {
-        let last = mutated!(self, LandLastArrivalFirst);
         if !self.may_send_more() && self.arrivals.front().is_some_and(|&extent| self.is_sent(extent as usize)) {
-            if mutated!(self, SentArrivalsBlockOthers) {
-                return None;
-            }
             // What others send needs no other slab.
             let other = self.arrivals.iter().position(|&extent| !self.is_sent(extent as usize))?;
             self.arrivals.swap(0, other);
         }
-        let &extent = if last { self.arrivals.back() } else { self.arrivals.front() }?;
+        let &extent = self.arrivals.front()?;
         let i = extent as usize;
         if self.slabs[i].is_none() {
-            let slab = self.slab_from(now, ring);
-            if slab.is_none() {
-                if mutated!(self, LoseArrivalWithoutSlab) {
-                    self.arrivals.pop_front();
-                }
-                return None;
-            }
-            self.slabs[i] = slab;
-            self.sent += usize::from(self.is_sent(i));
-        } else if mutated!(self, QueueArrivalTwice) {
             self.slabs[i] = Some(self.slab_from(now, ring)?);
+            self.sent += usize::from(self.is_sent(i));
         }
-        if last {
-            self.arrivals.pop_back();
-        } else {
-            self.arrivals.pop_front();
-        }
+        self.arrivals.pop_front();
         self.stages[i] = Stage::Reading;
         self.started(now);
         Some(Action::Land { extent })
@@ -386,12 +319,11 @@ impl<S> Engine<S> {
         if !self.has_depth(staging) || !self.window_admits(self.cursor) {
             return None;
         }
-        let early = on_arrival && mutated!(self, RequestBeforeGrant);
-        if self.missing_grant(self.cursor).is_some() && !early {
+        if self.missing_grant(self.cursor).is_some() {
             return None;
         }
         let extent = self.cursor as u32;
-        if landing == Landing::Slab && (!on_arrival || mutated!(self, TakeSlabAtRequest)) {
+        if landing == Landing::Slab && !on_arrival {
             if self.is_sent(self.cursor) && !self.may_send_more() {
                 return None;
             }
@@ -404,13 +336,8 @@ impl<S> Engine<S> {
         self.received += usize::from(self.is_received(self.cursor));
         self.stages[self.cursor] = if on_arrival { Stage::Requested } else { Stage::Reading };
         self.offered = true;
-        if on_arrival && mutated!(self, LandBeforeArrival) {
-            self.arrivals.push_back(extent);
-        }
-        if !(mutated!(self, StartExtentTwice) && self.cursor % 5 == 4) {
-            self.cursor += 1;
-            self.pass_skipped();
-        }
+        self.cursor += 1;
+        self.pass_skipped();
         Some(Action::Read { extent })
     }
 
@@ -425,7 +352,7 @@ impl<S> Engine<S> {
     }
 
     fn may_send_more(&self) -> bool {
-        self.bounds.sent.is_none_or(|most| self.sent < most) || mutated!(self, IgnoreSentBound)
+        self.bounds.sent.is_none_or(|most| self.sent < most)
     }
 
     /// A slab, if there is one. The ring is asked once a turn: its answer costs a system call.
@@ -438,10 +365,6 @@ impl<S> Engine<S> {
                 self.starved_of_slabs = slab.is_none();
                 slab
             }
-            Err(_) if mutated!(self, SwallowSlabError) => {
-                self.starved_of_slabs = true;
-                None
-            }
             Err(error) => {
                 self.fail(now, error);
                 None
@@ -451,11 +374,7 @@ impl<S> Engine<S> {
 
     /// The next step of a load that has failed.
     fn wind_down(&mut self, now: Nanos) -> Option<Action> {
-        if let Some(extent) = self.held_back.filter(|_| !mutated!(self, NeverWithdrawHeldBack)) {
-            self.held_back = None;
-            if mutated!(self, SendHeldBackAfterFailure) {
-                return Some(Action::Read { extent });
-            }
+        if let Some(extent) = self.held_back.take() {
             *self.reads_of(self.schedule.extents[extent as usize].staging) -= 1;
             self.received -= usize::from(self.is_received(extent as usize));
             self.drop_extent(extent as usize);
@@ -464,12 +383,12 @@ impl<S> Engine<S> {
         if self.reads_in_flight() + self.copies_in_flight == 0 {
             return None;
         }
-        if !self.source_told && !mutated!(self, SourceIsNotTold) {
+        if !self.source_told {
             self.source_told = true;
             return Some(Action::Cancel);
         }
-        let over = self.deadlines.drained_by().is_some_and(|end| now >= end) && !mutated!(self, DrainForEver);
-        (over || mutated!(self, AbandonAtOnce)).then(|| {
+        let over = self.deadlines.drained_by().is_some_and(|end| now >= end);
+        over.then(|| {
             self.abandon();
             Action::Abandon
         })
@@ -477,18 +396,10 @@ impl<S> Engine<S> {
 
     /// The request's first byte has arrived: it gets a slab in its turn.
     fn arrived(&mut self, now: Nanos, ticket: Ticket) {
-        let early = mutated!(self, LandBeforeArrival);
-        let again = mutated!(self, QueueArrivalTwice);
-        let awaited = |stage| stage == Stage::Requested || early || (again && stage == Stage::Reading);
-        let Some(i) = self.expect(now, ticket, awaited) else { return };
+        let Some(i) = self.expect(now, ticket, |stage| stage == Stage::Requested) else { return };
         self.moved(now);
-        if early {
-            return;
-        }
-        if !again {
-            self.stages[i] = Stage::Answered;
-        }
-        if self.failure.is_none() || mutated!(self, LandAfterFailure) {
+        self.stages[i] = Stage::Answered;
+        if self.failure.is_none() {
             self.arrivals.push_back(i as u32);
         }
     }
@@ -500,7 +411,7 @@ impl<S> Engine<S> {
         *self.reads_of(staging) -= 1;
         self.received -= usize::from(self.is_received(i));
         self.moved(now);
-        let has_landed = self.stages[i] == Stage::Reading || mutated!(self, DoneBeforeLanded);
+        let has_landed = self.stages[i] == Stage::Reading;
         if self.stages[i] == Stage::Answered {
             self.arrivals.retain(|&extent| extent as usize != i);
         }
@@ -509,7 +420,7 @@ impl<S> Engine<S> {
                 let text = format!("ticket {i} completed before it had a place to land; please report this");
                 Err(Error::new(ErrorKind::Internal, text))
             }
-            Ok(n) if n < need && !mutated!(self, AcceptShortRead) => {
+            Ok(n) if n < need => {
                 Err(Error::new(ErrorKind::Truncated, format!("the read brought {n} of {need} bytes and no error"))
                     .range(offset..offset + need)
                     .with_values(offset + need, offset + n))
@@ -517,7 +428,7 @@ impl<S> Engine<S> {
             other => other,
         };
         match result {
-            Err(error) if !mutated!(self, SwallowReadError) => {
+            Err(error) => {
                 self.tear_read(i, written);
                 self.drop_extent(i);
                 self.set_failure(now, error);
@@ -526,11 +437,8 @@ impl<S> Engine<S> {
                 self.tear_read(i, written);
                 self.drop_extent(i);
             }
-            _ if landing == Landing::Slab && !mutated!(self, SkipCopy) => {
+            _ if landing == Landing::Slab => {
                 self.stages[i] = Stage::Landed;
-                if mutated!(self, ReleaseSlabBeforeCopy) {
-                    self.slabs[i] = None;
-                }
                 self.landed.push_back(i as u32);
             }
             _ => self.arrive(i),
@@ -542,9 +450,8 @@ impl<S> Engine<S> {
         self.copies_in_flight -= 1;
         self.moved(now);
         match result {
-            Err(error) if !mutated!(self, SwallowCopyError) => {
-                let all = mutated!(self, TearFailedCopyWhole);
-                self.tear(i, |piece| all || begun.contains(&piece.block));
+            Err(error) => {
+                self.tear(i, |piece| begun.contains(&piece.block));
                 self.drop_extent(i);
                 self.set_failure(now, error);
             }
@@ -559,44 +466,25 @@ impl<S> Engine<S> {
     fn take(&mut self, want: u32) {
         let Some(window) = &mut self.window else { return };
         let first = window.take(&self.layout.order, want);
-        if first && !mutated!(self, NeverShrinkWindow) {
+        if first {
             self.ahead = self.ahead.saturating_sub(self.layout.places[want as usize].nbytes);
         }
     }
 
     /// The next want in hand-out order, if it is ready. Each want is given out once, and none after a failure.
     pub(crate) fn ready(&mut self) -> Option<Ready> {
-        if self.failure.is_some() && !mutated!(self, HandOutAfterFailure) {
+        if self.failure.is_some() {
             return None;
-        }
-        if mutated!(self, HandOutOfOrder) && self.hand_out + 1 < self.layout.order.len() {
-            let later = self.layout.order[self.hand_out + 1];
-            if self.missing[later as usize] == 0 && later % 4 == 1 {
-                self.layout = Arc::new({
-                    let mut l = (*self.layout).clone();
-                    l.order.swap(self.hand_out, self.hand_out + 1);
-                    l
-                });
-            }
         }
         let want = *self.layout.order.get(self.hand_out)?;
         if self.missing[want as usize] > 0 {
             return None;
         }
-        if mutated!(self, LoseReady) && self.hand_out % 7 == 6 {
-            self.hand_out += 1;
-            return None;
-        }
         let block = self.layout.places[want as usize].block;
         let unready = &mut self.unready[block as usize];
         *unready -= 1;
-        let complete = *unready == 0 || (mutated!(self, CompleteBlockEarly) && *unready == 1);
-        let completes = (complete && !mutated!(self, NeverCompleteBlock)).then_some(block);
+        let completes = (*unready == 0).then_some(block);
         self.hand_out += 1;
-        if mutated!(self, HandOutTwice) && self.hand_out % 5 == 4 {
-            *unready += 1;
-            self.hand_out -= 1;
-        }
         Some(Ready { want, completes })
     }
 
@@ -613,10 +501,8 @@ impl<S> Engine<S> {
         for extent in std::mem::take(&mut self.landed) {
             self.drop_extent(extent as usize);
         }
-        if !mutated!(self, LandAfterFailure) {
-            // The source gives these up when it is told.
-            self.arrivals.clear();
-        }
+        // The source gives these up when it is told.
+        self.arrivals.clear();
     }
 
     /// Fails the load because nothing has moved for too long while it waited for `wait`.
@@ -632,7 +518,7 @@ impl<S> Engine<S> {
             Wait::Slabs => "no staging memory became free; other loads of this process hold all of it, or a GPU driver registers none",
             _ => "reads hang; is the file system or its server stuck?",
         };
-        self.stalled = if mutated!(self, StallNamesNewest) { self.in_flight().last() } else { oldest };
+        self.stalled = oldest;
         let error = Error::new(
             ErrorKind::Timeout,
             format!(
@@ -649,19 +535,13 @@ impl<S> Engine<S> {
     fn abandon(&mut self) {
         self.abandoned = true;
         (self.reads, self.requests, self.copies_in_flight, self.received) = (0, 0, 0, 0);
-        if !mutated!(self, ForgetHung) {
-            let all = 0..self.stages.len() as u32;
-            self.hung =
-                all.filter(|&i| self.stages[i as usize].is_in_flight() && self.overwrites(i as usize)).collect();
-        }
+        let all = 0..self.stages.len() as u32;
+        self.hung = all.filter(|&i| self.stages[i as usize].is_in_flight() && self.overwrites(i as usize)).collect();
         for (stage, slab) in self.stages.iter_mut().zip(&mut self.slabs) {
             if stage.is_in_flight() {
                 *stage = Stage::Dropped;
                 self.quarantined.extend(slab.take());
             }
-        }
-        if mutated!(self, ReleaseQuarantinedSlab) {
-            self.quarantined.clear();
         }
     }
 
@@ -672,9 +552,7 @@ impl<S> Engine<S> {
 
     /// The device, which was given up, had begun nothing of these copies, and never will.
     pub(crate) fn never_begun(&mut self, tickets: &[Ticket]) {
-        if !mutated!(self, IgnoreNeverBegun) {
-            self.hung.retain(|&extent| !tickets.contains(&Ticket(extent.into())));
-        }
+        self.hung.retain(|&extent| !tickets.contains(&Ticket(extent.into())));
     }
 
     /// The extent that a stall error is about: the oldest in flight. `None` if the load has not stalled, or had nothing in
@@ -690,7 +568,7 @@ impl<S> Engine<S> {
 
     /// How the load ended; `None` while it goes on or something is still in flight.
     pub(crate) fn outcome(&self) -> Option<Result<(), Error>> {
-        let drained = self.reads_in_flight() + self.copies_in_flight == 0 || mutated!(self, EndBeforeDrained);
+        let drained = self.reads_in_flight() + self.copies_in_flight == 0;
         match &self.failure {
             Some(error) if drained => Some(Err(error.clone())),
             None if self.has_arrived() => Some(Ok(())),
@@ -771,7 +649,7 @@ impl<S> Engine<S> {
     fn overwrites(&self, i: usize) -> bool {
         match self.stages[i] {
             Stage::Copying | Stage::Arrived => true,
-            Stage::Reading => self.schedule.extents[i].landing != Landing::Slab || mutated!(self, TouchWhileReading),
+            Stage::Reading => self.schedule.extents[i].landing != Landing::Slab,
             _ => false,
         }
     }
@@ -812,8 +690,7 @@ impl<S> Engine<S> {
                 continue;
             }
             for block in self.blocks_of(i) {
-                let forgotten = block % 3 == 1 && mutated!(self, ForgetWantedBlock);
-                if !self.granted[block as usize] && !out.contains(&block) && !forgotten {
+                if !self.granted[block as usize] && !out.contains(&block) {
                     out.push(block);
                 }
             }
@@ -865,29 +742,21 @@ impl<S> Engine<S> {
     /// Whether one more read of that kind may be in flight.
     fn has_depth(&self, staging: TakesSlab) -> bool {
         match staging {
-            TakesSlab::AtRequest => self.reads < self.bounds.depth || mutated!(self, IgnoreDepth),
-            TakesSlab::AtArrival => self.requests < self.bounds.requests || mutated!(self, IgnoreRequestBound),
+            TakesSlab::AtRequest => self.reads < self.bounds.depth,
+            TakesSlab::AtArrival => self.requests < self.bounds.requests,
         }
     }
 
     /// A read or a copy has started. A read that the source has no room for has not: a source that never has room hangs.
     fn started(&mut self, now: Nanos) {
-        if !mutated!(self, StallForgetsStarts) {
-            self.deadlines.moved(now);
-            self.overdue = None;
-        }
+        self.deadlines.moved(now);
+        self.overdue = None;
     }
 
     /// A read or a copy has ended, or a request or bytes have arrived.
     fn moved(&mut self, now: Nanos) {
-        if mutated!(self, DrainAnewWithEveryCompletion) && self.failure.is_some() {
-            self.deadlines = Deadlines::new(self.bounds.stall);
-            self.deadlines.failed(now);
-        }
-        if !mutated!(self, StallForgetsProgress) {
-            self.deadlines.moved(now);
-            self.overdue = None;
-        }
+        self.deadlines.moved(now);
+        self.overdue = None;
     }
 
     fn window_admits(&self, i: usize) -> bool {
@@ -896,30 +765,11 @@ impl<S> Engine<S> {
 
     fn admits(&self, i: usize, ahead: u64) -> bool {
         let Some(window) = &self.window else { return true };
-        if mutated!(self, IgnoreWindow) {
-            return true;
-        }
         let wanted = self.schedule.extents[i].wanted;
-        if mutated!(self, HaltAtLargeTensor) {
-            return ahead == 0 || ahead.saturating_add(wanted) <= window.bytes;
-        }
-        if mutated!(self, WindowOfLargest) {
-            let largest = self.layout.places.iter().map(|p| p.nbytes).max().unwrap_or(0);
-            return ahead.saturating_add(wanted) <= window.bytes.max(largest)
-                || window.admits(&self.layout.order, ahead, (i, wanted));
-        }
-        if mutated!(self, WindowForWhatIsHandedOut) {
-            let next = self.layout.order.get(self.hand_out);
-            return ahead.saturating_add(wanted) <= window.bytes
-                || next.is_none_or(|&next| i < window.ends[next as usize] as usize);
-        }
         window.admits(&self.layout.order, ahead, (i, wanted))
     }
 
     fn missing_grant(&self, i: usize) -> Option<u32> {
-        if mutated!(self, StartBeforeGrant) {
-            return None;
-        }
         self.blocks_of(i).find(|&b| !self.granted[b as usize])
     }
 
@@ -936,10 +786,9 @@ impl<S> Engine<S> {
 
     /// A read has ended, and its extent does not arrive. The first `written` bytes of it are at their place, or may be.
     fn tear_read(&mut self, i: usize, written: u64) {
-        if self.schedule.extents[i].landing == Landing::Slab || mutated!(self, ForgetTornReads) {
+        if self.schedule.extents[i].landing == Landing::Slab {
             return;
         }
-        let written = if mutated!(self, TearFailedReadWhole) { u64::MAX } else { written };
         // The first row of a piece is the first in the file.
         self.tear(i, |piece| piece.from < written);
     }
@@ -958,19 +807,7 @@ impl<S> Engine<S> {
         let i = ticket.0 as usize;
         match self.stages.get(i) {
             Some(&s) if awaited(s) => Some(i),
-            Some(Stage::Dropped) if self.abandoned => {
-                if mutated!(self, BelieveLateEcho) {
-                    self.arrive(i);
-                }
-                None
-            }
-            Some(_) if mutated!(self, AcceptDoubleCompletion) => {
-                // So that the counters do not fail first.
-                let staging = self.schedule.extents[i].staging;
-                *self.reads_of(staging) += usize::from(awaited(Stage::Reading));
-                self.copies_in_flight += usize::from(awaited(Stage::Copying));
-                Some(i)
-            }
+            Some(Stage::Dropped) if self.abandoned => None,
             _ => {
                 let text = format!("ticket {i} completed out of turn; please report this");
                 self.set_failure(now, Error::new(ErrorKind::Internal, text));
@@ -985,31 +822,23 @@ impl<S> Engine<S> {
         let r = self.schedule.extents[i].pieces.clone();
         self.bytes_arrived += match self.schedule.extents[i].shared {
             // Others may want more of it than this rank.
-            Some(_) if !mutated!(self, CountWholeParcels) => {
-                self.schedule.pieces[r.start as usize..r.end as usize].iter().map(Piece::nbytes).sum()
-            }
+            Some(_) => self.schedule.pieces[r.start as usize..r.end as usize].iter().map(Piece::nbytes).sum(),
             _ => self.schedule.extents[i].wanted,
         };
         for p in &self.schedule.pieces[r.start as usize..r.end as usize] {
             let missing = &mut self.missing[p.want as usize];
-            *missing = if mutated!(self, ReadyAfterFirstExtent) { 0 } else { missing.saturating_sub(1) };
+            *missing = missing.saturating_sub(1);
         }
     }
 
     fn drop_extent(&mut self, i: usize) {
         self.stages[i] = Stage::Dropped;
-        if mutated!(self, LeakSlabOnFailure) {
-            std::mem::forget(self.slabs[i].take());
-        }
-        if self.schedule.extents[i].lands_on_arrival() && mutated!(self, LeakSlabOfFailedArrival) {
-            std::mem::forget(self.slabs[i].take());
-        }
         self.let_go(i);
     }
 
     /// Gives back the slab of an extent, if it has one.
     fn let_go(&mut self, i: usize) {
-        if self.slabs[i].take().is_some() && self.is_sent(i) && !mutated!(self, ForgetSentSlab) {
+        if self.slabs[i].take().is_some() && self.is_sent(i) {
             self.sent -= 1;
         }
     }

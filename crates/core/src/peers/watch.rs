@@ -69,21 +69,6 @@ pub(crate) struct PeerWatch {
     incomplete: usize,
     /// When it stops telling the others that its load has failed or is over, and whose failure that is.
     leaves: Option<(Instant, Option<u32>)>,
-    #[cfg(test)]
-    pub(crate) mutant: Option<mutant::Lapse>,
-}
-
-macro_rules! lapsed {
-    ($self:ident, $lapse:ident) => {{
-        #[cfg(test)]
-        {
-            $self.mutant == Some(mutant::Lapse::$lapse)
-        }
-        #[cfg(not(test))]
-        {
-            false
-        }
-    }};
 }
 
 impl PeerWatch {
@@ -106,17 +91,7 @@ impl PeerWatch {
         };
         let others: Vec<Known> = others.into_iter().map(known).collect();
         let incomplete = others.len();
-        PeerWatch {
-            rank,
-            silence,
-            patience,
-            others,
-            said_complete: false,
-            incomplete,
-            leaves: None,
-            #[cfg(test)]
-            mutant: None,
-        }
+        PeerWatch { rank, silence, patience, others, said_complete: false, incomplete, leaves: None }
     }
 
     /// The number of a rank among the others.
@@ -137,17 +112,11 @@ impl PeerWatch {
     /// Something was heard of another rank. Gives why the load cannot go on, if that is the reason.
     pub(crate) fn on(&mut self, now: Instant, at: usize, heard: Heard) -> Option<Error> {
         let parted = self.has_parted(at);
-        let (said_complete, own) = (self.said_complete, self.rank);
-        let at_once = lapsed!(self, BrokenIsDead);
-        let forgiving = lapsed!(self, GoneIsForgiven);
-        let messenger = lapsed!(self, BlameWhoSaysSo);
-        let deaf = lapsed!(self, WordsAreNoLife);
+        let own = self.rank;
         let other = &mut self.others[at];
         match heard {
             Heard::Speech => {
-                if !deaf {
-                    other.last_heard = now;
-                }
+                other.last_heard = now;
                 other.speaks = true;
                 None
             }
@@ -161,7 +130,7 @@ impl PeerWatch {
             }
             Heard::Failed(culprit, why) => {
                 let (rank, host) = (other.rank, other.host.clone());
-                let culprit = culprit.filter(|_| !messenger).unwrap_or(rank);
+                let culprit = culprit.unwrap_or(rank);
                 if culprit == rank || culprit == own {
                     return Some(peer_error(rank, &host, &format!("has failed: {why}")).because(why));
                 }
@@ -171,13 +140,11 @@ impl PeerWatch {
             }
             Heard::Gone(why) => {
                 other.gone = true;
-                let error = || lost(other, &format!("is gone: {why}"), now);
-                (!parted && !forgiving).then(error)
+                (!parted).then(|| lost(other, &format!("is gone: {why}"), now))
             }
             Heard::Broken(why) => {
-                let error = (at_once && !said_complete).then(|| lost(other, &why, now));
                 other.broken = Some((now, why));
-                error
+                None
             }
         }
     }
@@ -189,7 +156,7 @@ impl PeerWatch {
 
     /// Whether every rank has everything, as far as this one has heard.
     pub(crate) fn all_complete(&self) -> bool {
-        self.said_complete && (self.incomplete == 0 || lapsed!(self, LeaveFirst))
+        self.said_complete && self.incomplete == 0
     }
 
     /// Something was said to another rank.
@@ -200,16 +167,16 @@ impl PeerWatch {
     /// Whether it is time to say that this rank is alive. `planned`: when this look was to be at the latest. If that is long ago,
     /// the process itself was stopped: it has heard nobody, and that says nothing about them.
     pub(crate) fn wakes(&mut self, now: Instant, planned: Instant) -> bool {
-        if now.saturating_duration_since(planned) > self.silence / 2 && !lapsed!(self, OwnSilenceCounts) {
+        if now.saturating_duration_since(planned) > self.silence / 2 {
             self.others.iter_mut().for_each(|other| other.last_heard = now);
         }
-        self.others.iter().any(|other| now - other.last_said >= self.silence / WORDS) && !lapsed!(self, SayNothing)
+        self.others.iter().any(|other| now - other.last_said >= self.silence / WORDS)
     }
 
     /// Looks whether the others are alive. Gives why the load cannot go on, if one is not.
     pub(crate) fn look(&self, now: Instant) -> Option<Error> {
         let silent = |at: &usize| !self.has_parted(*at) && now - self.others[*at].last_heard >= self.limit(*at);
-        let silent = (0..self.others.len()).find(silent).filter(|_| !lapsed!(self, NeverSilent));
+        let silent = (0..self.others.len()).find(silent);
         if let Some(other) = silent.map(|at| &self.others[at]) {
             let seconds = (now - other.last_heard).as_secs_f64();
             let why =
@@ -252,12 +219,12 @@ impl PeerWatch {
 
     /// Whether neither of the two needs the other any more.
     fn has_parted(&self, at: usize) -> bool {
-        self.said_complete && self.others[at].complete && !lapsed!(self, NobodyParts)
+        self.said_complete && self.others[at].complete
     }
 
     /// How long a rank may say nothing.
     fn limit(&self, at: usize) -> Duration {
-        match self.others[at].speaks || lapsed!(self, NoPatience) {
+        match self.others[at].speaks {
             true => self.silence,
             false => self.patience.max(self.silence),
         }
@@ -274,48 +241,12 @@ fn lost(other: &Known, why: &str, now: Instant) -> Error {
     peer_error(other.rank, &other.host, why).because(why).heard_ago(silence)
 }
 
-/// Mistakes for a simulator to catch. None in any build but the tests'.
 #[cfg(test)]
-pub(crate) mod mutant {
-    /// One mistake.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub(crate) enum Lapse {
-        /// Silence ends no load.
-        NeverSilent,
-        /// A rank that waits for nothing says nothing.
-        SayNothing,
-        /// What a rank says is no sign of life.
-        WordsAreNoLife,
-        /// A rank that was stopped takes its own silence for that of the others.
-        OwnSilenceCounts,
-        /// The first word has no more time than the others.
-        NoPatience,
-        /// A broken connection for bytes is the fault of its other end.
-        BrokenIsDead,
-        /// A connection that is closed early means nothing.
-        GoneIsForgiven,
-        /// The failure is that of the rank that tells of it.
-        BlameWhoSaysSo,
-        /// A rank leaves when it has everything itself.
-        LeaveFirst,
-        /// Ranks that have everything still need each other.
-        NobodyParts,
-    }
+#[allow(dead_code, unused_parens, clippy::all)]
+pub(crate) mod mutated {
+    use super::*;
 
-    impl Lapse {
-        pub(crate) const ALL: &[Lapse] = &[
-            Lapse::NeverSilent,
-            Lapse::SayNothing,
-            Lapse::WordsAreNoLife,
-            Lapse::OwnSilenceCounts,
-            Lapse::NoPatience,
-            Lapse::BrokenIsDead,
-            Lapse::GoneIsForgiven,
-            Lapse::BlameWhoSaysSo,
-            Lapse::LeaveFirst,
-            Lapse::NobodyParts,
-        ];
-    }
+    mutants::seed!(Lapse, "src/peers/watch.rs", "src/load/simulator/lapses.txt");
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 use fakegpu::Exclusive;
 use penstock::device::api::{Api, Vendor};
 use penstock::device::cpu::CpuDevice;
-use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, Sabotage, SharedContext};
+use penstock::device::gpu::{release_staging, GpuDevice, GpuMemory, SharedContext};
 use penstock::device::{Batch, Copied, Copy, Device};
 use penstock::extent::Ticket;
 use penstock::staging::Ring;
@@ -18,6 +18,13 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Bytes of a slab that tests use.
 pub(crate) const SLAB: usize = 1 << 20;
+
+/// Calls that the fake driver ignores (`ignore`): without them something is not waited for, or not registered.
+pub(crate) const NOTHING: &str = "";
+pub(crate) const WAITS_FOR_FENCES: &str = "cuStreamWaitEvent";
+pub(crate) const WAITS_FOR_COPIES: &str = "cuEventSynchronize@penstock-gpuwait";
+pub(crate) const WAITS_FOR_SCRATCH: &str = "cuEventSynchronize@penstock-gpu";
+pub(crate) const REGISTRATIONS: &str = "cuMemHostRegister_v2,cuMemHostUnregister";
 
 /// What a kind of device needs to be tested.
 pub(crate) trait Kind {
@@ -68,7 +75,6 @@ impl Kind for Cpu {
 pub(crate) struct Gpu {
     pub(crate) fake: Exclusive,
     pub(crate) api: Arc<Api>,
-    pub(crate) sabotage: Sabotage,
 }
 
 impl Gpu {
@@ -79,11 +85,11 @@ impl Gpu {
         fake.reset();
         fake.configure("strict", "1");
         let api = Api::load_from(fake.path(), Some(vendor)).unwrap();
-        Self { fake, api, sabotage: Sabotage::default() }
+        Self { fake, api }
     }
 
     pub(crate) fn gpu(&self) -> GpuDevice {
-        GpuDevice::sabotaged(&self.api, 0, self.sabotage.clone()).unwrap()
+        GpuDevice::new(&self.api, 0).unwrap()
     }
 
     pub(crate) fn context(&self) -> Arc<SharedContext> {

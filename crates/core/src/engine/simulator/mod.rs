@@ -4,7 +4,8 @@
 //! world checks the invariants of the design, against what it knows itself. It also shows that it would notice mistakes:
 //! every seeded [`Mutant`] must be caught.
 
-use super::{Bounds, Engine, Event, Mutant, Nanos, Wait};
+use super::mutated::{Engine, Mutant};
+use super::{Bounds, Event, Nanos, Wait};
 use crate::device::Copy;
 use crate::error::{Error, ErrorKind};
 use crate::extent::Ticket;
@@ -151,17 +152,28 @@ struct Cruelty {
     takes: usize,
 }
 
-super::mutant::listed! {
-    /// Mistakes in addresses, for the memory to show.
-    enum Misplaced {
-        Place,
-        ScatteredPlaces,
-        CopyFrom,
-        CopyTo,
-        FromStride,
-        ToStride,
-        Pad,
-    }
+/// Mistakes in addresses, for the memory to show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Misplaced {
+    Place,
+    ScatteredPlaces,
+    CopyFrom,
+    CopyTo,
+    FromStride,
+    ToStride,
+    Pad,
+}
+
+impl Misplaced {
+    const ALL: [Misplaced; 7] = [
+        Misplaced::Place,
+        Misplaced::ScatteredPlaces,
+        Misplaced::CopyFrom,
+        Misplaced::CopyTo,
+        Misplaced::FromStride,
+        Misplaced::ToStride,
+        Misplaced::Pad,
+    ];
 }
 
 type Check = Result<(), String>;
@@ -183,8 +195,8 @@ impl World {
             window: stream.then(|| rng.below(80)),
             stall: (1 + rng.below(50)) * 200 * MS,
         };
-        let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
-        engine.mutant = mutant;
+        Mutant::commit(mutant);
+        let engine = Engine::new(schedule.clone(), layout.clone(), bounds);
         let slabs = 1 + rng.below(4) as usize;
         let mut pool = Pool::new(slabs);
         pool.withheld = rng.one_in(10);
@@ -515,7 +527,7 @@ fn the_simulator_catches_every_mutant() {
 
 #[test]
 fn bytes_in_a_wrong_place_are_seen() {
-    for &misplaced in Misplaced::ALL {
+    for misplaced in Misplaced::ALL {
         let seen = (0..SEEDS).find_map(|seed| {
             let mut world = World::new(seed, None);
             world.misplaced = Some(misplaced);

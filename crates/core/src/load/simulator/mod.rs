@@ -6,9 +6,9 @@
 //! It also shows that it would notice mistakes: of the engine ([`Mutant::OF_RANKS`]), of the watch ([`Lapse`]), and of a plan
 //! ([`Misplan`]).
 
-use crate::engine::Mutant;
+use crate::engine::mutated::Mutant;
 use crate::error::ErrorKind;
-use crate::peers::watch::mutant::Lapse;
+use crate::peers::watch::mutated::Lapse;
 use case::{Case, Misplan, Model, Wanted};
 use random::Rng;
 use std::collections::BTreeMap;

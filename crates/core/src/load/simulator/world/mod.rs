@@ -3,12 +3,13 @@
 
 use super::case::Case;
 use super::random::{Pipe, Rng};
-use crate::engine::{Action, Bounds, Engine, Event, Mutant, Slabs};
+use crate::engine::mutated::{Engine, Mutant};
+use crate::engine::{Action, Bounds, Event, Slabs};
 use crate::error::{Error, ErrorKind};
 use crate::extent::{InCommon, Landing, Ticket};
 use crate::load::among::rows;
-use crate::peers::watch::mutant::Lapse;
-use crate::peers::watch::{Heard, PeerWatch};
+use crate::peers::watch::mutated::{Lapse, PeerWatch};
+use crate::peers::watch::Heard;
 use std::cell::Cell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet, VecDeque};
@@ -232,7 +233,6 @@ pub(super) struct World<'a> {
     nodes: Vec<[Pipe; 4]>,
     devices: Vec<Pipe>,
     gpu: bool,
-    lapse: Option<Lapse>,
     /// How often each parcel was read, and by whom it was received.
     pub(super) parcels_read: HashMap<u32, Vec<u32>>,
     pub(super) received: HashSet<(u32, u32)>,
@@ -270,6 +270,8 @@ pub(super) struct Setting {
 impl<'a> World<'a> {
     pub(super) fn new(case: &'a Case<'a>, setting: Setting, seed: u64) -> World<'a> {
         let Setting { machines, nodes, gpu, slabs, depth, mutant, lapse } = setting;
+        Mutant::commit(mutant);
+        Lapse::commit(lapse);
         let count = case.schedules.len();
         let begun = Instant::now();
         let mut ranks = Vec::new();
@@ -282,12 +284,11 @@ impl<'a> World<'a> {
             let bounds = Bounds { depth, requests: depth + received.len(), window: None, sent, stall: STALL };
             let layout = case.layout(rank).clone();
             let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
-            engine.mutant = mutant;
             (0..layout.blocks.len() as u32).for_each(|block| engine.on(0, Event::Granted(block)));
             ranks.push(Rank {
                 engine,
                 ring: Slots { most: slabs, out: Rc::default() },
-                watch: watch(rank, count, begun, lapse),
+                watch: watch(rank, count, begun),
                 life: Life::Runs,
                 phase: Phase::Loads,
                 node: rank * nodes / count as u32,
@@ -330,7 +331,6 @@ impl<'a> World<'a> {
             nodes: vec![of_node; nodes as usize],
             devices: vec![Pipe::new(device); count],
             gpu,
-            lapse,
             parcels_read: HashMap::new(),
             received: HashSet::new(),
             bytes_read: vec![0; count],
@@ -587,7 +587,7 @@ impl<'a> World<'a> {
         let begins = r.planned == 0;
         let deferred = std::mem::take(&mut r.deferred);
         if begins {
-            r.watch = watch(rank, self.case.schedules.len(), self.begun + Duration::from_nanos(self.now), self.lapse);
+            r.watch = watch(rank, self.case.schedules.len(), self.begun + Duration::from_nanos(self.now));
             self.begins(rank);
         }
         for step in deferred {
@@ -600,12 +600,10 @@ impl<'a> World<'a> {
     }
 }
 
-fn watch(rank: u32, count: usize, now: Instant, lapse: Option<Lapse>) -> PeerWatch {
+fn watch(rank: u32, count: usize, now: Instant) -> PeerWatch {
     let others = (0..count as u32).filter(|other| *other != rank).map(|other| (other, format!("host-{other}")));
     let limits = (Duration::from_nanos(PEER_TIMEOUT), Duration::from_nanos(JOIN_TIMEOUT));
-    let mut watch = PeerWatch::new(rank, others, limits, now);
-    watch.mutant = lapse;
-    watch
+    PeerWatch::new(rank, others, limits, now)
 }
 
 fn ticket(extent: u32) -> Ticket {

@@ -1,0 +1,18 @@
+//! The engine with seeded mistakes, for the simulators to catch. `simulator/mutants.txt` lists them.
+#![allow(dead_code, unused_parens, clippy::all)]
+
+use super::*;
+
+mutants::seed!(Mutant, "src/engine/mod.rs", "src/engine/simulator/mutants.txt");
+
+impl Mutant {
+    /// Those that only ranks which load together can show: `load/simulator` catches them, `engine/simulator` the others.
+    pub(crate) const OF_RANKS: &[Mutant] = &[
+        Mutant::IgnoreSentBound,
+        Mutant::ForgetSentSlab,
+        Mutant::SentArrivalsBlockOthers,
+        Mutant::CountWholeParcels,
+        Mutant::PeersExcuseOwnStall,
+        Mutant::PeersDoNotMove,
+    ];
+}
