@@ -1,7 +1,7 @@
 //! A read in flight through an asynchronous interface: which part of it remains, and what an answer of the kernel
 //! means.
 
-use super::threads::refuses_direct;
+use super::perform::refuses_direct;
 use super::{no_place, no_rows, Destination, Outcome, Read, QUARANTINED};
 use crate::error::{Error, ErrorKind};
 use crate::options::PAGE;

@@ -45,6 +45,7 @@
 mod dispatcher;
 mod fill;
 mod flight;
+mod perform;
 mod router;
 mod rows;
 mod threads;

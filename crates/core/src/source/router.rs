@@ -12,7 +12,8 @@
 //!
 //! Each fallback is kept once for each cause and file system, for the log and the report.
 
-use super::threads::{How, ReadAhead};
+use super::perform::How;
+use super::threads::ReadAhead;
 use super::{epoll, watch, Destination, Done, Outcome, Progress, Read, Source, Threads, Touches, Uring};
 use crate::error::{Error, Result};
 use crate::extent::Lane;

@@ -84,6 +84,7 @@ impl Touches {
 }
 
 /// Mapped memory that is left to its first touch.
+#[derive(Debug)]
 pub(super) struct Left {
     pub(super) at: usize,
     pub(super) len: usize,

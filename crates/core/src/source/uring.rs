@@ -9,7 +9,7 @@
 //! back to the router, as soon as the kernel can no longer write to its memory.
 
 use super::flight::{quarantine, AfterRead, Flight, Waste};
-use super::threads::refuses_direct;
+use super::perform::refuses_direct;
 use super::{readable, Outcome, Progress, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
