@@ -100,7 +100,8 @@ pub(in crate::store::remote) enum Verdict {
     Again(Error, Option<Duration>),
     /// The server does not let us, or has no such object: it may be the address that has expired.
     Refused(Refused),
-    /// The server does not have the version that was asked for.
+    /// The server does not have the version that was asked for. After a redirect the server may compare `If-Match` with an
+    /// ETag of its own: such a request is sent again without it.
     OtherEtag(Error),
     /// It will not work.
     Failed(Error),
