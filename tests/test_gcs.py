@@ -242,7 +242,7 @@ def test_no_token_is_an_error_with_the_reason(bucket, source):
     assert source in str(caught.value) and REFRESH not in repr(caught.value) and SECRET not in repr(caught.value)
     assert bucket.asked == []
     bucket.no_token = 200, {}, json.dumps({"access_token": "a\r\nb", "expires_in": 3600}).encode()
-    with pytest.raises(penstock.InvalidError, match="spaces or controls"):
+    with pytest.raises(penstock.InvalidError, match="spaces or control"):
         penstock.open(f"{FOLDER}x.safetensors", storage={"endpoint": bucket.endpoint, "connections": 3})
 
 

@@ -65,7 +65,7 @@ def unread_patch_variable() -> str | None:
         return None
     if find_spec("_penstock_patch") is None:
         return (
-            f"PENSTOCK_PATCH={value} has no effect: nothing here reads it. Install what does "
+            f"PENSTOCK_PATCH={value} has no effect: the package that reads it is not installed. Install it "
             "(pip install 'penstock[patch]'), or start the program with python -m penstock.run"
         )
     return (

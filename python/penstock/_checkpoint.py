@@ -362,7 +362,7 @@ class Checkpoint:
         if placements is None:
             return prepare(self, where, names, dtype, framework, made, slices, order)
         if slices is not None:
-            raise InvalidError("placements= and slices= both say which part is wanted: give one of them")
+            raise InvalidError("placements= and slices= both choose a part of a tensor: give one of them")
         with importing():
             from ._placed import Placing
 

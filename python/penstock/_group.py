@@ -121,7 +121,7 @@ def member_of(group: Any) -> Member:
         if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
             raise InvalidError(f"group: rank {rank!r} of {size!r}: give (store, rank, size) with 0 <= rank < size")
         if not all(callable(getattr(store, name, None)) for name in ("set", "get", "add", "check")):
-            raise ArgumentTypeError(f"group: {store!r} is no store: it has no set, get, add and check")
+            raise ArgumentTypeError(f"group: {store!r} is not a store: it needs set, get, add and check")
         return Member(store, rank, size)
     if is_mesh(group):
         if group.ndim != 1:
@@ -129,13 +129,13 @@ def member_of(group: Any) -> Member:
         group = group.get_group()
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise ArgumentTypeError(
-            f"group: a {type(group).__name__} is no process group, no DeviceMesh and no (store, rank, size)"
+            f"group: a {type(group).__name__} is not a process group, a DeviceMesh or (store, rank, size)"
         )
     from torch.distributed import distributed_c10d
 
     known = distributed_c10d._world.pg_map.get(group)
     if known is None:
-        raise InvalidError("group: this process is no member of that process group, or it was destroyed")
+        raise InvalidError("group: this process is not a member of that process group, or it was destroyed")
     return Member(known[1], group.rank(), group.size())
 
 
@@ -148,7 +148,7 @@ def coordinates_in(mesh: Any) -> tuple[int, ...]:
     """Where this process is in a `DeviceMesh`. Raises InvalidError if it is no member."""
     found = mesh.get_coordinate()
     if found is None:
-        raise InvalidError("group: this process is no member of that DeviceMesh")
+        raise InvalidError("group: this process is not a member of that DeviceMesh")
     return tuple(found)
 
 
@@ -625,7 +625,7 @@ def _unreachable(entries: Sequence[_Entry]) -> str:
 
 
 #: Why a rank had rather load alone.
-_RESIDENT = "every rank has what it wants in its page cache"
+_RESIDENT = "the page cache of every rank holds all of its wanted bytes"
 _NO_OTHERS = 'scope="node", and no other rank is on this machine'
 _ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
 

@@ -119,7 +119,7 @@ def token() -> Token | None:
     if not found.text:
         return None
     if not re.fullmatch(r"[!-~]+", found.text):
-        raise InvalidError(f"{found.source} holds no token of the Hub: it has spaces, or other letters than ASCII's")
+        raise InvalidError(f"{found.source} holds no token of the Hub: it has spaces, or characters that are not ASCII")
     return found
 
 

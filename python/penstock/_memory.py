@@ -148,7 +148,7 @@ def _numpy_memory(array: Any) -> Memory:
     if not array.flags.writeable:
         to.problem = "is read-only"
     elif masked is not None and isinstance(array, masked):
-        to.problem = "is a MaskedArray, whose mask says nothing of new bytes: give its .data"
+        to.problem = "is a MaskedArray, and its mask does not fit new values: give its .data"
     elif not to.contiguous and to.nbytes and _overlaps_itself(to):
         to.problem = "is broadcast: several of its elements are the same memory"
     return to
@@ -192,8 +192,8 @@ def _of_dtensor(value: Any) -> Memory:
     placed_so = f"is a DTensor of shape {list(whole)}, placed as ({', '.join(map(str, placements))}) on {mesh.shape}"
     if fitting:
         to.problem = (
-            f"{placed_so}, which does not divide it evenly: its local shard may be what FSDP2 makes of it, or "
-            "distribute_tensor, and these differ: pad the tensor, or load the part with a list of Destination"
+            f"{placed_so}, which does not divide it evenly: FSDP2 and distribute_tensor make different "
+            "local shards of it: pad the tensor, or load the part with a list of Destination"
         )
     else:
         given = list(shape_of(axes))

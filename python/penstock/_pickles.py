@@ -362,6 +362,7 @@ def not_here(source: str, error: PenstockError) -> PenstockError:
     if "torch.save" not in str(error):
         return error
     why = (
-        "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
+        "torch.save wrote it, and from a server only safetensors files can be converted: fetch it first, "
+        "and convert the copy"
     )
     return type(error)(why, path=source)

@@ -107,7 +107,7 @@ def sharded_dim(placement: Any, ndim: int) -> int | None:
         return None
     if _says(placement, "is_partial"):
         raise InvalidError(
-            f"placement {placement}: it divides a sum, and a checkpoint has the sum itself: give Replicate()"
+            f"placement {placement}: it is a part of a sum, and a checkpoint has the whole sum: give Replicate()"
         )
     dim = getattr(placement, "dim", None)
     if not isinstance(dim, int) or not (_says(placement, "is_shard") or hasattr(placement, "split_factor")):

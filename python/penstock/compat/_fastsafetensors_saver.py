@@ -191,7 +191,7 @@ def save_sharded(
         _check_metadata(more)
         place = {_INDEX: str(number), _COUNT: str(num_shards), _SET: mark}
         if not place.keys().isdisjoint(more):
-            raise InvalidError(f"metadata: {', '.join(place.keys() & more.keys())}: what tells the shards apart")
+            raise InvalidError(f"metadata: {', '.join(place.keys() & more.keys())}: these keys tell the shards apart")
         headers.append({**(metadata or {}), **((shard0_metadata or {}) if number == 0 else {}), **place, **more})
     folder = Path(base).parent.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -134,7 +134,8 @@ class ParallelLoader:
                     passing = max(passing, nbytes)
         if resident + passing > budget:
             raise BudgetInfeasibleError(
-                f"device_memory_budget={budget}: what is kept has {resident} bytes, the largest other tensor {passing}"
+                f"device_memory_budget={budget}: the kept tensors have {resident} bytes, "
+                f"the largest other tensor {passing}"
             )
         return budget - resident - passing
 

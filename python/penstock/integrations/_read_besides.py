@@ -27,7 +27,7 @@ def read_besides(report: Report) -> str | None:
     times = f"{read / max(wanted, 1):.1f} times as many"
     said = (
         f"{size_text(read)} were read for {size_text(wanted)} that this rank wants, {times}: "
-        "row-parallel weights are cut along their rows, and what lies between the pieces is read with them"
+        "row-parallel weights are cut along their rows, and the bytes between the pieces are read too"
     )
     if exchange["reason"] != _NOT_ASKED_FOR:
         return f"{said}. Each rank reads for itself: {exchange['reason']}"

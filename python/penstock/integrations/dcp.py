@@ -178,7 +178,7 @@ class StorageReader(_StorageReader):
         """The tensor that an item goes to, and the dtype of the checkpoint's."""
         name = item.storage_index.fqn
         if item.type is not LoadItemType.TENSOR:
-            raise UnsupportedError(f"{name} is asked for as an object, and the checkpoint has tensors", tensor=name)
+            raise UnsupportedError(f"{name} is wanted as an object, and the checkpoint has only tensors", tensor=name)
         assert self._opened is not None
         return planner.resolve_tensor(item).detach(), torch_dtype(self._opened[name].dtype)
 

@@ -471,7 +471,7 @@ impl GpuDevice {
                 theirs.lock().ended = true;
                 theirs.ended.notify_all();
             })
-            .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
+            .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's copy thread: {cause}")))?;
         let (api, commands, thread, pid) = (api.clone(), Some(commands), Some(thread), std::process::id());
         Ok(Self { shared, api, registers, pinning_threads: 1, commands, thread, in_flight: 0, patience, pid })
     }
@@ -694,7 +694,7 @@ impl<'a> GpuQueue<'a> {
             Ok(thread) => thread,
             Err(cause) => {
                 context.give_stream(&api, stream, true);
-                return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's second thread: {cause}")));
+                return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's waiter thread: {cause}")));
             }
         };
         let mut queue = GpuQueue {

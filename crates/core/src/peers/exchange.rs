@@ -434,7 +434,7 @@ impl Serving {
                 _ => garbled = true,
             }
         }
-        let gone = gone.or_else(|| garbled.then(|| "it says something that no rank says".to_owned()));
+        let gone = gone.or_else(|| garbled.then(|| "it sent an unknown message".to_owned()));
         if !took.is_empty() {
             let mut state = lock(&self.desk.state);
             for (step, nanoseconds) in took {
