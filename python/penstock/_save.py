@@ -131,7 +131,7 @@ def _of_dlpack(tensor: DLTensor) -> Described:
 
 
 def describe(name: object, value: Any) -> Described:
-    """What is to be known of a tensor of any framework.
+    """The description of a tensor of any framework.
 
     Raises:
         InvalidError: it is no tensor, or has no values.

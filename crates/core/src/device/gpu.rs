@@ -373,7 +373,7 @@ enum Command {
     Copy(Batch),
 }
 
-/// What caller, device thread and waiter thread share.
+/// State that caller, device thread and waiter thread share.
 struct GpuShared {
     wake: Wake,
     state: Mutex<GpuState>,

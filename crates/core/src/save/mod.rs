@@ -82,9 +82,9 @@ pub struct Wanted {
     pub nbytes: usize,
 }
 
-/// What to save, where and how.
+/// The request of a save.
 pub struct SaveRequest {
-    /// What stands where.
+    /// The place of each tensor.
     pub plan: SavePlan,
     /// The directory of the files.
     pub folder: PathBuf,
@@ -102,7 +102,7 @@ pub struct SaveRequest {
     pub options: Options,
 }
 
-/// What a save did.
+/// The report of a save.
 #[derive(Debug, Clone, Default)]
 pub struct SaveReport {
     /// Bytes of tensors.
@@ -127,7 +127,7 @@ pub struct SaveReport {
     pub threads: usize,
     /// Staging memory.
     pub peak_staging: u64,
-    /// What was refused, and what replaced it.
+    /// The refusals, and their replacements.
     pub fallbacks: Vec<Fallback>,
 }
 
@@ -147,7 +147,7 @@ struct Chunk {
     pieces: std::ops::Range<usize>,
 }
 
-/// What a part of a chunk is filled from. Pieces are in order and without gaps.
+/// A part of a chunk, and its supply. Pieces are in order and without gaps.
 #[derive(Clone, Copy)]
 struct ChunkPart {
     from: Supply,
@@ -448,7 +448,7 @@ impl Save {
         (state.written, state.report.file_bytes)
     }
 
-    /// What it did; complete when it has ended.
+    /// The report; complete when the save has ended.
     ///
     /// # Errors
     /// `Forked`.
