@@ -50,7 +50,7 @@ ShardMetadataFn = Callable[[Sequence[WriteEntry]], Mapping[str, str]]
 
 
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
-    """What there is to say of a torch tensor, or of one in a `TorchTensor`."""
+    """The entry of a torch tensor, or of one in a `TorchTensor`."""
     check_framework(framework)
     wrapped = tensor if isinstance(tensor, TorchTensor) else TorchTensor.of(tensor)
     return WriteEntry(name, wrapped.dtype, wrapped.get_shape(), wrapped.get_nbytes(), tensor)

@@ -15,7 +15,7 @@ _NOT_ASKED_FOR = "asked for"
 
 
 def read_besides(report: Report) -> str | None:
-    """What to say of a load whose rank read or received much more than it wanted; None: nothing."""
+    """The message for a load whose rank read or received much more than it wanted; None: no message."""
     exchange: dict[str, Any] | None = report.get("exchange")
     if exchange is None or exchange["choice"] == "on":
         return None  # one rank alone, or each byte once
