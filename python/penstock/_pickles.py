@@ -361,8 +361,5 @@ def not_here(source: str, error: PenstockError) -> PenstockError:
     """The error for a file or repository of a server that holds what `torch.save` wrote."""
     if "torch.save" not in str(error):
         return error
-    why = (
-        "torch.save wrote it, and from a server only safetensors files can be converted: fetch it first, "
-        "and convert the copy"
-    )
+    why = "torch.save wrote it, and only local files of this kind can be converted: fetch it, and convert the copy"
     return type(error)(why, path=source)

@@ -134,8 +134,7 @@ class ParallelLoader:
                     passing = max(passing, nbytes)
         if resident + passing > budget:
             raise BudgetInfeasibleError(
-                f"device_memory_budget={budget}: the kept tensors have {resident} bytes, "
-                f"the largest other tensor {passing}"
+                f"device_memory_budget={budget}: kept tensors have {resident} bytes, the largest other one {passing}"
             )
         return budget - resident - passing
 

@@ -356,7 +356,7 @@ class Facts:
             self.cu.free(address)
 
     def end(self) -> None:
-        """Unregisters all slabs. The driver refuses slabs that a failed measurement has not registered: that is fine."""
+        """Unregisters all slabs. The driver refuses slabs that a failed measurement did not register: this is fine."""
         for slab in (*self.ring, self.large):
             self.cu.code("cuMemHostUnregister", ctypes.c_void_p(slab.address))
         self.cu.wait(self.stream)

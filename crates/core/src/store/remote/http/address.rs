@@ -91,11 +91,9 @@ impl Address {
         };
         let port = match port.strip_prefix(':') {
             Some("") => default_port(tls),
-            Some(digits) => digits
-                .parse()
-                .ok()
-                .filter(|port| *port > 0)
-                .ok_or_else(|| invalid("its port is not a number from 1 to 65535"))?,
+            Some(digits) => {
+                digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| invalid("its port is not valid"))?
+            }
             None if port.is_empty() => default_port(tls),
             None => return Err(invalid("there is extra text between the host and the path")),
         };

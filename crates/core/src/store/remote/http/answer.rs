@@ -196,8 +196,7 @@ impl Answer {
             "content-length" => {
                 // What two programs have added may stand in one line.
                 for part in value.split(',') {
-                    let length =
-                        part.trim().parse().map_err(|_| io("the answer's Content-Length is not a number".into()))?;
+                    let length = part.trim().parse().map_err(|_| io("its Content-Length is not a number".into()))?;
                     if self.length.is_some_and(|other| other != length) {
                         return Err(io("the answer has two different Content-Length fields".into()));
                     }

@@ -195,9 +195,7 @@ fn explained(e: &Error, known: Option<&Certificate>, name: &ServerName<'_>) -> S
                 ),
             }
         }
-        CertificateError::UnknownIssuer => {
-            format!("no trusted authority has signed it: its issuer is {}", listed(&known.issuer))
-        }
+        CertificateError::UnknownIssuer => format!("no trusted authority signed it (issuer: {})", listed(&known.issuer)),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => NOT_FOR_SERVERS.to_owned(),
         CertificateError::UnhandledCriticalExtension => "it has a critical extension that is not understood".to_owned(),
         CertificateError::UnsupportedSignatureAlgorithmContext { .. }
@@ -206,8 +204,7 @@ fn explained(e: &Error, known: Option<&Certificate>, name: &ServerName<'_>) -> S
         }
         CertificateError::BadSignature => "a signature in its chain is wrong".to_owned(),
         CertificateError::Other(other) if other.to_string().contains("CaUsedAsEndEntity") => {
-            let name = listed(&known.subject);
-            format!("it is the certificate of an authority ({name}), and the trusted certificates do not contain it")
+            format!("it is an authority's own certificate ({}), and not a trusted one", listed(&known.subject))
         }
         other => other.to_string(),
     }
