@@ -6,7 +6,7 @@ Prints the file, the line and the first line of each such text, for the given tr
 number of each tree instead. The trees:
 
 - `core`, `python-crate`: comments `///` and `//!` in `crates/core/src` and `crates/python/src`, tests included;
-- `package`: docstrings, and comments `#:`, in `python/penstock`.
+- `package`: docstrings, and comments `#:`, in `python/penstock`, type stubs included.
 
 A text is listed if it begins with one of `WORDS`. Three words are left out, because good texts begin with them too:
 "Whether" (a field or function that is true or false: "Whether the file is mapped"), "Where" ("Where extents are cut")
@@ -77,7 +77,7 @@ def texts(tree: str) -> Iterator[Text]:
     for path in sorted((ROOT / TREES[tree]).rglob("*")):
         if path.suffix == ".rs":
             yield from rust_texts(path)
-        elif path.suffix == ".py":
+        elif path.suffix in (".py", ".pyi"):
             yield from sorted(python_texts(path), key=lambda text: text.line)
 
 
