@@ -217,7 +217,7 @@ def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> No
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
 
 def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[str, Any] | None:
-    """Requests for the first byte of the object at this address, `times` at most, with their times: for `penstock doctor`.
+    """Requests for the first byte of the object at this address, `times` at most, and their times (`penstock doctor`).
 
     None if no store has such addresses. "servers": those that were asked, each redirects to the next, with "server",
     "addresses", "lookup_seconds", "connect_seconds", "tls_seconds", "first_byte_seconds", "status" (None: not reached,
@@ -349,7 +349,7 @@ def stop_reading_ahead(patience: float) -> None:
 
 @final
 class Pass:
-    """The pass of a rank for the others: its number, 16 random bytes, a proof of the key in its environment if it has one.
+    """The pass of a rank for the others: its number, 16 random bytes, and a proof of its key if it has one.
 
     Raises InvalidError for a key that is none, and what the system says of the file that is to have it.
     """
