@@ -236,7 +236,7 @@ fn bodies_in_chunks_are_decoded() {
     let store = store();
     let object = object(&store, &at(&server, "/o.safetensors"));
     let e = store.read(&object, 0..1000).unwrap_err();
-    assert!(e.to_string().contains("ended the body before all of its bytes had come"), "{e}");
+    assert!(e.to_string().contains("ended the body too early"), "{e}");
 }
 
 #[test]
