@@ -140,5 +140,5 @@ def test_a_length_that_is_said_twice(shard):
         return head + b", %d\r\n\r\n" % (len(body) + more) + body
 
     loads(shard, answer)
-    with pytest.raises(penstock.ReadError, match="two lengths"):
+    with pytest.raises(penstock.ReadError, match="two different Content-Length"):
         loads(shard, lambda asked, content: answer(asked, content, 1))

@@ -221,7 +221,7 @@ def test_only_torch_is_saved(tmp_path):
         face.ParallelSaver(framework="paddle")
     with pytest.raises(ValueError, match="give torch tensors"):
         face.save_sharded([face.WriteEntry("w", face.DType.U8, [2], 2, b"ab")], str(tmp_path / "m"), num_shards=1)
-    with pytest.raises(ValueError, match="what tells the shards apart"):
+    with pytest.raises(ValueError, match="these keys tell the shards apart"):
         entry = face.plain_entry("w", torch.zeros(2))
         face.save_sharded([entry], str(tmp_path / "m"), shard_metadata=lambda shard: {"fst.shard.set": "mine"})
 

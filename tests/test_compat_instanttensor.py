@@ -521,7 +521,7 @@ class Ranks:
 
 def test_a_group_that_this_process_is_not_in_is_refused(held):
     """Real groups of several ranks are in `test_compat_groups.py`."""
-    with pytest.raises(penstock.InvalidError, match="no member"):
+    with pytest.raises(penstock.InvalidError, match="not a member"):
         face.safe_open(held, "pt", "cpu", Ranks())
 
 

@@ -36,7 +36,7 @@ def converted(source: Any, to: Path, *, warned: bool = False) -> dict[str, torch
     mine = [
         str(one.message)
         for one in told
-        if one.category is RuntimeWarning and "whatever its name says" in str(one.message)
+        if one.category is RuntimeWarning and "although its name says otherwise" in str(one.message)
     ]
     assert bool(mine) is warned, mine
     return dict(penstock.open(to).load())

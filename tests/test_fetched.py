@@ -216,12 +216,12 @@ def test_a_first_byte_that_is_refused_without_a_size_is_no_empty_object(bucket, 
     bare = error(416, "InvalidRange", "The requested range is not satisfiable")
     bucket.script = lambda target, number: bare if target.endswith((".txt", ".json")) else None
     for name in ("merges.txt", "config.json"):
-        with pytest.raises(penstock.ReadError, match="neither a byte nor the size"):
+        with pytest.raises(penstock.ReadError, match="neither bytes nor a size"):
             _core.contents([FOLDER + name], 1 << 20, None, settings(bucket))
     # A listing says how long they are
     assert "merges.txt" in _core.names_in(FOLDER, None, settings(bucket))
     assert _core.contents([f"{FOLDER}merges.txt"], 1 << 20, None, settings(bucket)) == [SMALL["merges.txt"]] == [b""]
-    with pytest.raises(penstock.ReadError, match="neither a byte nor the size"):
+    with pytest.raises(penstock.ReadError, match="neither bytes nor a size"):
         _core.contents([f"{FOLDER}config.json"], 1 << 20, None, settings(bucket))
 
 

@@ -242,7 +242,7 @@ def test_no_token_is_an_error_with_the_reason(bucket, source):
     assert source in str(caught.value) and REFRESH not in repr(caught.value) and SECRET not in repr(caught.value)
     assert bucket.asked == []
     bucket.no_token = 200, {}, json.dumps({"access_token": "a\r\nb", "expires_in": 3600}).encode()
-    with pytest.raises(penstock.InvalidError, match="spaces or controls"):
+    with pytest.raises(penstock.InvalidError, match="spaces or control"):
         penstock.open(f"{FOLDER}x.safetensors", storage={"endpoint": bucket.endpoint, "connections": 3})
 
 
@@ -250,8 +250,8 @@ def test_no_token_is_an_error_with_the_reason(bucket, source):
     ("content", "kind", "says"),
     [
         (None, penstock.NotFoundError, "GOOGLE_APPLICATION_CREDENTIALS"),
-        ("{secret", penstock.InvalidError, "no file with credentials of Google"),
-        ('{"type": "authorized_user", "client_id": "secret"}', penstock.InvalidError, "no file with credentials"),
+        ("{secret", penstock.InvalidError, "not a credentials file of Google"),
+        ('{"type": "authorized_user", "client_id": "secret"}', penstock.InvalidError, "not a credentials file"),
         ('{"type": "service_account", "private_key": "secret"}', penstock.InvalidError, "no key of a service account"),
         ('{"type": "external_account", "x": "secret"}', penstock.UnsupportedError, "external_account.*gcloud auth"),
     ],

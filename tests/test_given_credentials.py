@@ -252,7 +252,7 @@ def test_an_error_of_penstock_in_it_stays_what_it_is(bucket):
         ({"token": "sesame"}, "gave no access_key_id and secret_access_key, which S3 needs"),
         ({"access_key": "sesame"}, "gave access_key, which is not known: it may give access_key_id"),
         ({"access_key_id": b"sesame"}, "gave a bytes as access_key_id: let it be a string"),
-        ({"access_key_id": "a b", "secret_access_key": "sesame"}, "spaces or controls"),
+        ({"access_key_id": "a b", "secret_access_key": "sesame"}, "spaces or control"),
         ({"access_key_id": "a", "secret_access_key": "sesame", "expires_at": "1"}, "gave a str as expires_at"),
         ({"access_key_id": "a", "secret_access_key": "sesame", "expires_at": datetime(2100, 1, 1)}, "time zone"),
     ],

@@ -175,7 +175,7 @@ def test_a_local_shard_that_may_be_either_is_not_guessed_at(tmp_path):
             return tensor.to_local()
 
     assert into(0, 3).tolist() == [0, 1, 2]
-    with pytest.raises(penstock.MismatchError, match="does not divide it evenly: its local shard may be what FSDP2"):
+    with pytest.raises(penstock.MismatchError, match="does not divide it evenly: FSDP2 and distribute_tensor make"):
         into(10, 1)
     with pytest.raises(penstock.MismatchError, match=r"its local shard has shape \[4\], and this rank's is \[1\]"):
         into(10, 4)

@@ -70,7 +70,7 @@ def test_a_slow_disk_is_kept_and_a_fast_one_is_not(model: Path) -> None:
     """192 MiB at 100 MB/s, and without a limit: there the reason must agree with what was chosen, whatever the disk."""
     pagecache.put([model], "warm")
     warm = load(model, copy=True)
-    assert (warm["cache"], warm["reason"]) == ("keep", "the page cache holds all of it")
+    assert (warm["cache"], warm["reason"]) == ("keep", "the page cache holds all wanted bytes")
 
     pagecache.put([model], "cold")
     as_it_is = load(model, copy=True)

@@ -170,7 +170,7 @@ print(wants, len(penstock.open(sys.argv[1]).load(names=wants, slices=wants, fram
         (0, 2, "R", TypeError, "0.up it says"),
         (0, 2, [S(2)], penstock.InvalidError, r"0.up of shape \[7, 6\]: placement S\(2\): the tensor has 2 dimensions"),
         (0, 2, [S(-3)], penstock.InvalidError, "has 2 dimensions"),
-        (0, 2, [Partial()], penstock.InvalidError, "it divides a sum"),
+        (0, 2, [Partial()], penstock.InvalidError, "it is a part of a sum"),
         (0, 2, ["shard"], TypeError, "0.up of shape .*give Shard, Replicate or _StridedShard"),
     ],
 )
@@ -408,7 +408,7 @@ def test_a_mesh_of_three_dimensions_and_one_of_some_ranks(placed, dtypes):
     count = len(penstock.open(dtypes))
     assert [one["checked"] for one in said] == [count + 2] * 4 + [count + 1] * 4
     assert [one.get("few") for one in said] == [1] * 4 + [None] * 4
-    assert all("no member of that DeviceMesh" in one["text"] for one in said[4:])
+    assert all("not a member of that DeviceMesh" in one["text"] for one in said[4:])
 
 
 # --- One tensor ---

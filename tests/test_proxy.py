@@ -307,7 +307,7 @@ def test_the_hub_is_asked_through_it(proxy, small, tmp_path, monkeypatch):
     ("status", "kind", "says", "times"),
     [
         (407, penstock.AccessError, "a user's name and a password", 1),
-        (403, penstock.AccessError, "does it let through", 1),
+        (403, penstock.AccessError, "does it allow this server", 1),
         (502, penstock.ReadError, "asked for 3 times", 3),
         (200, penstock.ReadError, "TLS", 1),  # and does not pass on what follows
     ],

@@ -76,7 +76,7 @@ print("\\n".join(_doctor.examine(sys.argv[1], measure=False)["therefore"]))
 """
     run = python(code, small, PENSTOCK_PATCH=value)
     assert run.returncode == 0, run.stderr
-    assert ("has no effect: nothing here reads it" in run.stdout) is said
+    assert ("has no effect: the package that reads it" in run.stdout) is said
     assert ("penstock[patch]" in run.stdout) is said
 
 

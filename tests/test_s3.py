@@ -261,8 +261,8 @@ def test_no_credentials_are_an_error_that_says_where_they_were_looked_for(bucket
     ("storage", "error", "says"),
     [
         ({"access_key_id": "x"}, penstock.InvalidError, "belong together"),
-        ({"access_key_id": "a\nb", "secret_access_key": SECRET}, penstock.InvalidError, "spaces or controls"),
-        ({**GIVEN, "session_token": f"{SECRET}\r\n"}, penstock.InvalidError, "spaces or controls"),
+        ({"access_key_id": "a\nb", "secret_access_key": SECRET}, penstock.InvalidError, "spaces or control"),
+        ({**GIVEN, "session_token": f"{SECRET}\r\n"}, penstock.InvalidError, "spaces or control"),
         ({**GIVEN, "region": "a b"}, penstock.InvalidError, "region"),
         ({**GIVEN, "addressing": "virtuel"}, penstock.InvalidError, "addressing.*path"),
         ({**GIVEN, "anonymous": "perhaps"}, penstock.InvalidError, "true or false"),

@@ -297,7 +297,7 @@ def test_no_value_of_google_or_azure_is_a_panic(tmp_path, monkeypatch, denying, 
             assert isinstance(found, penstock.PenstockError)
             if isinstance(found, penstock.InvalidError):
                 says = str(found)
-                assert name in says or "no file with credentials" in says or "storage account" in says, says
+                assert name in says or "not a credentials file" in says or "storage account" in says, says
 
 
 @pytest.mark.parametrize("field", ["client_id", "token_uri", "private_key", "type", "private_key_id", "client_email"])

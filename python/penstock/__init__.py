@@ -120,7 +120,7 @@ __all__ = [
 if not TYPE_CHECKING:  # to a type checker every name would be one of this module
 
     def __getattr__(name: str) -> Any:
-        """What not every program needs is imported when a program first asks for it."""
+        """Names that not every program needs are imported when a program first asks for them."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
         with importing():

@@ -1,4 +1,4 @@
-"""What this build of penstock is: version, commit, features, platform. For ``penstock --version`` and bug reports."""
+"""The build of penstock: version, commit, features, platform. For ``penstock --version`` and bug reports."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def _patch_version() -> str | None:
 
 
 def unread_patch_variable() -> str | None:
-    """Why ``PENSTOCK_PATCH`` has no effect in this interpreter, and what to do; None if it has, or is not set."""
+    """The reason that ``PENSTOCK_PATCH`` has no effect here, and the cure; None if it has one, or is not set."""
     value = os.environ.get("PENSTOCK_PATCH", "0")
     if value in ("", "0") or "_penstock_patch" in sys.modules:
         return None
     if find_spec("_penstock_patch") is None:
         return (
-            f"PENSTOCK_PATCH={value} has no effect: nothing here reads it. Install what does "
+            f"PENSTOCK_PATCH={value} has no effect: the package that reads it is not installed. Install it "
             "(pip install 'penstock[patch]'), or start the program with python -m penstock.run"
         )
     return (

@@ -1,4 +1,4 @@
-"""What the machine allows: the same bytes moved with no loader in the way, by `penstock._core.ceiling`.
+"""Rates of the machine: the same bytes moved with no loader in the way, by `penstock._core.ceiling`.
 
 Each measurement runs in a process of its own.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 Settings = dict[str, Any]
 
-#: What is measured of a GPU, and of no file.
+#: Measures of a GPU. They need no file.
 GPU = ("host_to_device", "device_alloc")
 
 
@@ -38,7 +38,7 @@ _ENOUGH = 1 << 30
 
 
 def disk(files: list[Path]) -> float | str:
-    """What the disk under these files gives past the page cache, in bytes a second; or why that is not known.
+    """The rate of the disk under these files past the page cache, in bytes a second; or why it is not known.
 
     Reads whole files, the smallest first, until it is enough.
     """

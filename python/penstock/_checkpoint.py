@@ -73,11 +73,11 @@ class Checkpoint:
     """
 
     _named: Any = None
-    """What it was opened as."""
+    """The name, path or address that it was opened as."""
     _engine: str | None = None
-    """Whose loader has opened it."""
+    """The engine whose loader opened it."""
     _within: Seen | None = None
-    """What operators see its loads as parts of, if that is one thing."""
+    """The operation that its loads are parts of, for operators; None if there is none."""
 
     def __init__(self, core: _core.Checkpoint, snapshot: Snapshot | None = None, listed: Digests | None = None) -> None:
         self._core = core
@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def warnings(self) -> list[str]:
-        """What is odd and was tolerated, such as a wrong ``total_size`` in the index; and what was passed over."""
+        """Tolerated oddities, such as a wrong ``total_size`` in the index; and files that were passed over."""
         return self._core.warnings()
 
     @property
@@ -167,7 +167,7 @@ class Checkpoint:
     def for_rank(
         self, rank: int, mesh_shape: int | Sequence[int], rule: Rule
     ) -> dict[str, tuple[slice | list[slice], ...]]:
-        """What one rank of a mesh wants: of each tensor the part that DTensor's placements give it.
+        """The wants of one rank of a mesh: the part of each tensor that DTensor's placements give it.
 
         Nothing is read, no other rank is asked, and torch is not needed, except to write placements.
 
@@ -362,7 +362,7 @@ class Checkpoint:
         if placements is None:
             return prepare(self, where, names, dtype, framework, made, slices, order)
         if slices is not None:
-            raise InvalidError("placements= and slices= both say which part is wanted: give one of them")
+            raise InvalidError("placements= and slices= both choose a part of a tensor: give one of them")
         with importing():
             from ._placed import Placing
 
@@ -434,7 +434,7 @@ class Checkpoint:
     # Planning
 
     def plan(self, wants: Sequence[Wants], nodes: int | Sequence[int] | None = None, *, scope: Scope = "world") -> Plan:
-        """What ranks that load this checkpoint with ``group=`` read, send and receive. Reads and asks nothing.
+        """Bytes that ranks read, send and receive if they load this checkpoint with ``group=``. Reads and asks nothing.
 
         Every rank of such a load finds the same plan from the same wants, so this is what they will do.
 
@@ -502,7 +502,7 @@ class Checkpoint:
         return {digest.path: digest.expected.source if digest.expected else None for digest in found}
 
     def _hashed(self, listed: Mapping[str, Expected], progress: Progress, stall_timeout: float | None) -> list[Digest]:
-        """What became of each file; ``listed`` is what the caller says that they must hash to."""
+        """The verdict on each file; ``listed`` has the hashes that the caller expects."""
         with importing():
             from . import _digest
             from ._patience import patiently
@@ -543,11 +543,11 @@ class Checkpoint:
         self.close()
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What IPython and notebooks offer after ``checkpoint["``."""
+        """The completions of IPython and notebooks after ``checkpoint["``."""
         return self.keys()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: files, dtypes, sizes, and the first tensors."""
+        """The view in a notebook: files, dtypes, sizes, and the first tensors."""
         with importing():
             from ._notebook import page
 

@@ -56,7 +56,7 @@ def _warn(files: Iterable[Path]) -> None:
     for file in files:
         what = "a safetensors file" if file.suffix in _pickles.SUFFIXES else "a file of torch.save"
         warnings.warn(
-            f"{file} is {what}, whatever its name says: it is converted as such", RuntimeWarning, stacklevel=4
+            f"{file} is {what}, although its name says otherwise: it is converted as such", RuntimeWarning, stacklevel=4
         )
 
 

@@ -159,7 +159,7 @@ class Checkpoint:
         """Positions of the names in one place that `open` chooses: that of an index, or shards in natural order."""
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
-        """Of a whole file's content: for its header; there is no file to load from."""
+        """The checkpoint of a whole file's content, for its header; there is no file to load from."""
     def __len__(self) -> int: ...
     def __contains__(self, name: object, /) -> bool: ...
     def keys(self) -> list[str]: ...
@@ -180,7 +180,7 @@ class Checkpoint:
     def file_tensors(self, file: int) -> tuple[int, int]: ...
     def data_start(self, file: int) -> int: ...
     def identity(self) -> tuple[int, bool]:
-        """What tells the versions of the files apart, and whether it does so on every machine."""
+        """A number that tells the versions of the files apart, and whether it does so on every machine."""
     def versions(self) -> list[str]:
         """For each file a text that tells its versions apart: on every machine for objects, on this one for files."""
     def samples(self) -> list[int]:
@@ -218,7 +218,7 @@ def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> No
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
 
 def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[str, Any] | None:
-    """What asking for the first byte of the object at this address takes, `times` times at most: for `penstock doctor`.
+    """Requests for the first byte of the object at this address, `times` at most, and their times (`penstock doctor`).
 
     None if no store has such addresses. "servers": those that were asked, each redirects to the next, with "server",
     "addresses", "lookup_seconds", "connect_seconds", "tls_seconds", "first_byte_seconds", "status" (None: not reached,
@@ -353,14 +353,14 @@ def stop_reading_ahead(patience: float) -> None:
 
 @final
 class Pass:
-    """What a rank shows the others: its number, 16 random bytes, a proof of the key in its environment if it has one.
+    """The pass of a rank for the others: its number, 16 random bytes, and a proof of its key if it has one.
 
     Raises InvalidError for a key that is none, and what the system says of the file that is to have it.
     """
 
     def __new__(cls, rank: int, token: bytes) -> Pass: ...
     def mark(self) -> str:
-        """What others find out with whether they have the same key; "" without one."""
+        """A text by which others see whether they have the same key; "" without one."""
     def matches(self, rank: int, token: bytes, mark: str) -> bool:
         """Whether a rank with this token and mark has the same key, or none as this one."""
 
@@ -431,7 +431,7 @@ class Mesh:
 
 @final
 class Shares:
-    """Who reads what of a checkpoint that several ranks load together.
+    """The reader of each byte of a checkpoint that several ranks load together.
 
     lists: what ranks want, as `pack_wants` gives it. of_rank: the number of each rank's list.
     trial: the ranks find out whether they exchange it.
@@ -461,7 +461,7 @@ def traffic(
     nodes: Sequence[int],
     within_nodes: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """What ranks that load together read, send and receive, and what they would read alone. Opens no file.
+    """Bytes that ranks read, send and receive together, and would read alone. Opens no file.
 
     nodes: for each rank, the number of its node. within_nodes: only ranks of one node read for each other. Returns for
     each rank (wanted, read, reads, parcels, sent, received, read alone, reads alone), and for each node (read, read
@@ -473,7 +473,7 @@ def pack_wants(
     wants: Sequence[int] | None,
     regions: Sequence[Sequence[tuple[int, int, int]] | None] | None = None,
 ) -> bytes:
-    """What a rank wants, as bytes for the others."""
+    """The wants of a rank, as bytes for the others."""
 
 @final
 class Leased:
@@ -656,7 +656,7 @@ def built() -> tuple[str, str, list[str], bool]:
     """(commit or "unknown", target, Cargo features, whether it is optimised) of this extension module."""
 
 def probe(path: str) -> dict[str, Any]:
-    """What the machine and the file system of `path` offer: for `penstock doctor`."""
+    """Facts of the machine and of the file system of `path`: for `penstock doctor`."""
 
 def authorities(storage: Storage | None = None) -> list[Path]:
     """The files and folders with the certificates that https trusts. UnsupportedError: there are none."""
@@ -668,7 +668,7 @@ def unchecked_hosts() -> list[str]:
     """Hosts that TLS has connected to without a check of their certificates, each once in a process."""
 
 def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
-    """Which address ranges (first byte, past the last) of this process cannot be written to, by number, and why."""
+    """The address ranges (first byte, past the last) that cannot be written to, by number, and the reasons."""
 
 def stall_timeout(value: float | None = None) -> float:
     """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else

@@ -43,7 +43,7 @@ def _answer(call: Callable[[], object], tell: Callable[[Values | None, Failure |
 
 
 def _values(given: object) -> Values:
-    """What a callable gave, checked. No message shows any of it.
+    """The values that a callable gave, checked. No message shows any of them.
 
     Raises:
         InvalidError: it makes no sense.
@@ -77,7 +77,7 @@ def _seconds(moment: object) -> float | None:
 
 
 def _told(error: BaseException) -> str:
-    """What a message says of an exception of botocore. What a process has printed is not repeated."""
+    """The text for an exception of botocore. The output of a process is not repeated."""
     name = type(error).__name__
     provider = getattr(error, "kwargs", {}).get("provider")
     return name if provider == "custom-process" else f"{name}: {error}"

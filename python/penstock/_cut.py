@@ -53,7 +53,7 @@ def _module(name: str) -> tuple[str, str]:
 
 
 def _fused(name: str) -> str | None:
-    """What stands after "experts" where one tensor has all experts of a layer."""
+    """The part of a name after "experts" if one tensor has all experts of a layer."""
     _, found, rest = name.rpartition(".experts.")
     return rest if found and not rest[:1].isdigit() else None
 
@@ -88,7 +88,7 @@ def _part(info: TensorInfo, along: int | None, number: int, count: int) -> tuple
 
 
 class Cut:
-    """What each rank of a parallel model wants of these tensors."""
+    """The wants of each rank of a parallel model."""
 
     def __init__(self, tensors: Iterable[TensorInfo], parallel: Parallel) -> None:
         for name, value in parallel._asdict().items():
@@ -138,7 +138,7 @@ class Cut:
         return tp_rank, pp_rank, (dp_rank * tp + tp_rank) % ep
 
     def wants(self, rank: int) -> dict[str, tuple[slice, ...] | None]:
-        """What a rank wants: the part of each tensor by name, None for the whole."""
+        """The wants of a rank: the part of each tensor by name, None for the whole."""
         tp, _, _, ep = self._parallel
         tp_rank, pp_rank, ep_rank = self.place(rank)
         wants: dict[str, tuple[slice, ...] | None] = {}

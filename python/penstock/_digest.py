@@ -44,17 +44,17 @@ _PATIENCE = 2.0
 
 
 class Digest(NamedTuple):
-    """What became of one file."""
+    """The verdict on one file."""
 
     path: str
     algorithm: str
     """"sha256" or "git-sha1": see `Expected`."""
     digest: str | None
-    """What the content hashes to, in hexadecimal; None if it could not be read."""
+    """The hash of the content, in hexadecimal; None if it could not be read."""
     expected: Expected | None
-    """What it is to hash to, and who says so; None if nobody does."""
+    """The expected hash, and its source; None if there is none."""
     error: PenstockError | None
-    """Why the file is damaged, or could not be read."""
+    """The damage, or the reason that the file could not be read."""
 
 
 def digests(

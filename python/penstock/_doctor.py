@@ -1,4 +1,4 @@
-"""What this machine offers a load, and what penstock will therefore do: ``penstock doctor``."""
+"""Facts of this machine that matter for a load, and advice: ``penstock doctor``."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _frameworks() -> dict[str, str | None]:
 
 
 def _conclusions(found: dict[str, Any]) -> list[str]:
-    """What penstock will do here, and what would make it faster."""
+    """The behaviour of loads here, and changes that would make them faster."""
     system, probe, gpus = found["system"], found["probe"], found["gpus"]
     kind = probe["kind"]
     said = []

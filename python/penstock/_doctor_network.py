@@ -1,4 +1,4 @@
-"""What the servers of a checkpoint offer a load: ``penstock doctor`` with a web address, or a repository of the Hub."""
+"""Facts of servers that matter for a load: ``penstock doctor`` with a web address, or a repository of the Hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECONDS = 3.0
 _ONE, _MANY = 64 << 20, 1 << 30
 """Most bytes that are received to measure one connection, and many."""
 _LEAST = 8 << 20
-"""Of fewer bytes a rate is mostly the time of the first answer."""
+"""Fewest bytes for a rate. With fewer, most of the time is that of the first answer."""
 _WINDOW = 256 << 20
 _FASTER = 1.25
 """Many connections are faster than one if they bring so many times as much."""
@@ -37,7 +37,7 @@ _LONG = 0.02
 """Seconds of a round trip that slices of many small pieces notice."""
 
 _VARIABLES = "PENSTOCK_|SSL_CERT_(FILE|DIR)$|(https?|all|no)_proxy$"
-"""What the names of variables begin with that matter for every server."""
+"""Prefixes of the variables that matter for every server."""
 _MORE_VARIABLES = {
     "hf": "HF_|HUGGING_FACE_",
     "s3": "AWS_|REQUESTS_CA_BUNDLE$",
@@ -127,7 +127,7 @@ def _told(error: PenstockError) -> dict[str, Any]:
 
 
 def _plain(looked: dict[str, Any], address: str) -> dict[str, Any]:
-    """What a look found, with nothing but numbers and texts."""
+    """The findings of a look, as numbers and texts."""
     error = looked["error"]
     statuses = [server["status"] for server in looked["servers"]]
     ranges = None if not statuses or statuses[-1] not in (200, 206) else statuses[-1] == 206
@@ -142,7 +142,7 @@ def _hub_facts() -> dict[str, Any]:
 
 
 def _settings(storage: Storage) -> dict[str, dict[str, Any]]:
-    """What each setting of ``storage=`` is, and where that comes from."""
+    """The value of each setting of ``storage=``, and its source."""
     found: dict[str, dict[str, Any]] = {}
     given, defaults, environ = cast("dict[str, Any]", storage), _core.storage_defaults(), environment(re.compile(""))
     for name in _core.storage_settings():
@@ -175,7 +175,7 @@ def _data(core: _core.Checkpoint, file: int) -> int:
 def _rates(
     source: str, storage: Storage | None, checkpoint: Checkpoint, stall_timeout: float | None
 ) -> dict[str, dict[str, Any]]:
-    """What one connection brings, and what many do, each of other bytes if there are enough."""
+    """The rates of one connection and of many, each of other bytes if there are enough."""
     core = checkpoint._core
     wanted = [piece for piece in pieces(core, range(len(core))) if _is_remote(checkpoint, piece)]
     total = sum(piece.nbytes for piece in wanted)
@@ -200,7 +200,7 @@ def _upto(wanted: Sequence[Piece], most: int) -> list[Piece]:
 
 
 def _rate(core: _core.Checkpoint, wanted: Sequence[Piece], stall_timeout: float | None) -> dict[str, Any]:
-    """What a load of these brings, connecting included."""
+    """The rate of a load of these, connecting included."""
     if not wanted:
         return {"error": "the checkpoint has no bytes to measure with"}
     reports: list[dict[str, Any]] = []
@@ -242,7 +242,7 @@ def _advice(found: dict[str, Any]) -> list[str]:
 
 
 def _why(found: dict[str, Any]) -> str:
-    """What can be done about the error."""
+    """Advice for the error."""
     asked, error = found["asked"], found["error"]
     if asked is not None and asked["ranges"] is False:
         return "the server does not support range requests: nginx, Apache and every object store do"

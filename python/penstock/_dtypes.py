@@ -50,7 +50,7 @@ DTYPES: dict[str, DType] = {
 }
 
 CASTABLE = ("F16", "BF16", "F32", "F64")
-"""What ``dtype=`` casts, from and to; everything else (F8, F4, integers, bool, complex) is left alone."""
+"""The dtypes that ``dtype=`` casts from and to; all others (F8, F4, integers, bool, complex) are left alone."""
 
 RAW = "raw"
 """``dtype="raw"``: the tensor's bytes, as uint8 of shape (nbytes,)."""
@@ -65,7 +65,7 @@ _SPELLINGS: dict[str, str] = {
 
 
 def cast_target(dtype: Any) -> str | None:
-    """What a ``dtype=`` argument asks for: None, `RAW`, or the dtype (as spelled in a header) to cast to.
+    """The meaning of a ``dtype=`` argument: None, `RAW`, or the dtype (as spelled in a header) to cast to.
 
     Takes ``torch.bfloat16``, ``"bfloat16"``, ``"torch.bfloat16"``, ``"BF16"``, ``numpy.float32``, ``numpy.dtype("f4")``
     and the like.

@@ -98,7 +98,7 @@ class AccessError(PenstockError, PermissionError):
 
 
 class NotACheckpointError(PenstockError, ValueError):
-    """What is there is not a shard file: a directory, a FIFO, a Git LFS pointer, an unfinished download."""
+    """The file is not a shard file: a directory, a FIFO, a Git LFS pointer, an unfinished download."""
 
     kind = "NotACheckpoint"
 

@@ -19,11 +19,11 @@ from ._event_words import About, Failure, Logger, Measured, Out, rank_of_process
 from ._report import SOURCES, size_text, time_text
 
 VERSION = 1
-"""Of the keys. A key may be added to a version. None changes its meaning, and none goes."""
+"""The version of the keys. A key may be added to a version. None changes its meaning, and none goes."""
 
 _HUB = re.compile(r"(?:^|/)models--([^/]+)/snapshots/([^/]+)")
 _ADDRESS = re.compile(r"(?i)\b([a-z][a-z0-9+.-]*):(/{1,2})([^\s'\"<>]*)")
-#: What stands before a secret in a text, such as a header or a parameter of an address.
+#: The text before a secret, such as a header or a parameter of an address.
 _NAMED = re.compile(
     r"(?i)\b((?:\w+[-_])*(?:x-(?:amz|goog|ms)-[\w-]+|signature|sig|password|passwd|secret[\w-]*|token|"
     r"api[-_]?key|account[-_]?key|access[-_]?key[\w-]*|credential|bearer)[\"']?(?:\s*[=:]\s*|\s+(?=\S*\d))[\"']?(?:bearer\s+)?)"

@@ -24,7 +24,7 @@ def rank_of_process() -> int:
 
 
 class Logger(Protocol):
-    """What `set_logger` takes: a `logging.Logger`, or anything else with these."""
+    """The argument of `set_logger`: a `logging.Logger`, or any object with these methods."""
 
     def info(self, message: str, /) -> object: ...
     def error(self, message: str, /) -> object: ...
@@ -36,7 +36,7 @@ class Out(NamedTuple):
     format: str | None
     """"json" or "text"; None: no line is written."""
     logger: Logger | str | None
-    """Who gets the lines; a name is that of a logger of Python. None: the standard error output."""
+    """The receiver of the lines; a name is that of a logger of Python. None: the standard error output."""
     metrics: str | None
     """The folder of the metrics."""
     spans: bool
@@ -44,11 +44,11 @@ class Out(NamedTuple):
 
 
 class About(NamedTuple):
-    """Which call an event is of."""
+    """The call that an event is about."""
 
     verb: str
     of: Any
-    """What it is of: the model's name or address, or files."""
+    """The model's name or address, or files."""
     engine: str | None
     out: Out
     begun: float
@@ -56,7 +56,7 @@ class About(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What is summed of reports."""
+    """The keys of reports that are summed."""
 
     nbytes: int = 0
     tensors: int = 0
@@ -103,7 +103,7 @@ class Measured(NamedTuple):
 
 
 def measured(report: Report) -> Measured:
-    """What is summed of a report of a load or a save."""
+    """The summed keys of one report of a load or a save."""
     get, sources = report.get, sources_of(report)
     seconds, plan, sync = get("seconds", 0.0), get("plan_seconds", 0.0), get("sync_seconds", 0.0)
     hand_out = get("hand_out_seconds", 0.0)
@@ -131,7 +131,7 @@ def measured(report: Report) -> Measured:
 
 
 class Failure(NamedTuple):
-    """What an event says of an error. Not the error itself: that holds frames, and every object in them."""
+    """The words of an event for an error. Not the error itself: that holds frames, and every object in them."""
 
     type: str
     message: str
@@ -143,7 +143,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Of an error. The message of one that is not Penstock's is left out: it may say anything."""
+    """The words for an error. The message of another package's error is left out: it may say anything."""
     cancelled = isinstance(error, (CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit))
     if not isinstance(error, PenstockError):
         return Failure(type(error).__name__, "", None, None, None, cancelled)

@@ -1,4 +1,4 @@
-"""What operators see of a load: one event when it has ended, lines while it takes long, metrics and spans.
+"""Output for operators: one event at the end of a load, lines while it takes long, metrics and spans.
 
 An `Operation` is one call that moves bytes. Loads that it makes for itself are its parts, and give no events of their
 own. If nobody listens, `observe` gives `NOTHING`, for two microseconds. docs/operations.md describes the events.
@@ -158,11 +158,11 @@ class Operation:
         self._left.clear()
 
     def part(self) -> Part:
-        """What a load gets that is a part of this."""
+        """The object for a load that is a part of this operation."""
         return Part(self)
 
     def named(self, of: Any) -> None:
-        """What it is of, if that was not known."""
+        """Sets the model or files, if they were not known."""
         if self.of is None:
             self.of = of
 
@@ -215,7 +215,7 @@ class Operation:
 
 
 class Part:
-    """What a load gets that is a part of an operation: the operation sees what it moved, and its own end."""
+    """The object for a load that is a part of an operation: the operation sees the moved bytes, and its own end."""
 
     def __init__(self, whole: Operation) -> None:
         self.whole = whole
@@ -292,13 +292,13 @@ class _Current(threading.local):
 
 _current = _Current()
 _open: weakref.WeakSet[Operation] = weakref.WeakSet()
-"""Those that may still give an event."""
+"""The operations that may still give an event."""
 _later: list[Callable[[], object]] = []
 """Events that came while their thread made another one, as in a `__del__`."""
 
 
 def observe(verb: str, of: Any = None, *, engine: str | None = None, kept: bool = False) -> Seen:
-    """What operators are to see of a call; `NOTHING` if nobody listens.
+    """The operation of a call, for operators; `NOTHING` if nobody listens.
 
     Args:
         of: A `Checkpoint`, or what it would be opened as.
@@ -320,7 +320,7 @@ def observe(verb: str, of: Any = None, *, engine: str | None = None, kept: bool 
 
 
 def _named(of: Any) -> Any:
-    """What a checkpoint was opened as, or its files."""
+    """The name that a checkpoint was opened as, or its files."""
     named = getattr(of, "_named", None)
     return named if named is not None else getattr(of, "files", of)
 
@@ -336,7 +336,7 @@ def unseen() -> Iterator[None]:
 
 
 def through(seen: Seen, tensors: Iterator[Any]) -> Iterator[Any]:
-    """What an iterator yields. What operators see of it begins with the first and ends with the last."""
+    """The values of an iterator. Its operation begins with the first and ends with the last."""
     with seen:
         yield from tensors
 
@@ -430,7 +430,7 @@ os.register_at_fork(after_in_child=_begin_child)
 
 @atexit.register
 def _end_all() -> None:
-    """What is still open ends with the interpreter."""
+    """Ends the operations that are still open, at the end of the interpreter."""
     for one in _still_open():
         one.end(dropped=not one.kept)
 

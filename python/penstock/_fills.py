@@ -19,7 +19,7 @@ class Fill:
     def __init__(self, memory: Memory, name: str, order: Sequence[int] | None, cast: str | None, spread: bool) -> None:
         self.memory = memory
         self.name = name
-        """Of the tensor in the checkpoint."""
+        """The name of the tensor in the checkpoint."""
         self.order = order
         """The dimensions of the memory in the order of the checkpoint's; None: the same."""
         self.cast = cast

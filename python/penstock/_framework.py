@@ -1,4 +1,4 @@
-"""What each framework says of itself: a `Framework`, which makes an `Adapter` for each load.
+"""The description of a framework: a `Framework`, which makes an `Adapter` for each load.
 
 A framework is one file, which imports it and has its `Framework` as ``FRAMEWORK``; `_frameworks` lists the files.
 """
@@ -72,7 +72,7 @@ class Framework:
     """Whether there is a `joined`."""
 
     def adapter(self, selection: Selection, device: Device, target: str | None) -> Adapter:
-        """What makes the tensors of a load, cast to ``target``: a dtype of the format, or `RAW`.
+        """The adapter that makes the tensors of a load, cast to ``target``: a dtype of the format, or `RAW`.
 
         Raises:
             UnsupportedError: before a byte moves, if the framework lacks a wanted dtype.
@@ -94,14 +94,14 @@ class Framework:
         raise NotImplementedError
 
     def sliced_by(self, device: Device) -> Framework:
-        """Whose tensors are indexed in place of this framework's, which `of_slice` makes of what comes of it."""
+        """The framework whose tensors are indexed in place of this one's; `of_slice` then makes this one's."""
         return self
 
     def check_slice(self, info: TensorInfo) -> None:
         """Raises UnsupportedError if the framework has no tensor of a slice of this one."""
 
     def slices(self, selection: Selection, device: Device) -> Adapter:
-        """What makes the tensors that `sliced_by` indexes."""
+        """The adapter that makes the tensors that `sliced_by` indexes."""
         return self.adapter(selection, device, None)
 
     def of_slice(self, part: Any, dtype: str) -> Any:

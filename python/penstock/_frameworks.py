@@ -1,4 +1,4 @@
-"""Which frameworks there are, by the names that people write, and what is asked of a device before one is imported."""
+"""The frameworks, by the names that people write, and the checks of a device before one is imported."""
 
 import sys
 from functools import cache
@@ -24,11 +24,11 @@ class _Known(NamedTuple):
     file: str
     """Its module in this package."""
     package: str
-    """What to install."""
+    """The package to install."""
     gpus: bool
     """Whether tensors may be on a GPU."""
     spellings: tuple[_choices.Framework, ...]
-    """What people write besides its name here."""
+    """Other names that people write."""
 
 
 _KNOWN: dict[_choices.Framework, _Known] = {
@@ -44,7 +44,7 @@ _KNOWN: dict[_choices.Framework, _Known] = {
 FRAMEWORKS: dict[str, _choices.Framework] = {
     spelling: name for name, known in _KNOWN.items() for spelling in (name, *known.spellings)
 }
-"""What people write for a framework, and what it is called here."""
+"""The names that people write for a framework, and its name here."""
 
 
 @cache

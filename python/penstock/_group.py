@@ -27,12 +27,12 @@ from ._rendezvous import Rendezvous, Store, host_of
 from ._request import Agreement
 from ._selection import Selection
 
-#: What ranks of different versions must not do together.
+#: The version of the ranks' protocol. Ranks of different versions must not load together.
 _PROTOCOL = 5
 #: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal, and those of
 #: torch write two warnings to the log whenever a limit passes.
 _LOOK = (0.0005, 0.1)
-#: What the looks may cost: a pause is this part of the time that was waited already, or more.
+#: The limit of the cost of looks: a pause is this part of the time that was waited already, or more.
 _PART = 0.1
 #: Seconds between two questions whether a rank has failed. Those that wait on a processor beside ranks that still copy
 #: hold them up (docs/performance-notes.md, 27 November).
@@ -80,7 +80,7 @@ class Member(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a rank says of itself."""
+    """The entry of a rank in the store."""
 
     protocol: int
     host: str
@@ -90,19 +90,19 @@ class _Entry(NamedTuple):
     pulse: int
     #: 16 random bytes, as hexadecimal digits: those of rank 0 name the load.
     token: str
-    #: What tells others whether they have its key, and nothing else; "" if it has none.
+    #: A code that shows others whether they have its key, and nothing else; "" if it has none.
     mark: str
     checkpoint: str
-    #: What tells the versions of its files apart; those of two machines differ.
+    #: A number that tells the versions of its files apart; those of two machines differ.
     identity: str
     described: str
     order: str
     wants: str
     #: Its `peer_timeout`.
     silence: float
-    #: What it was asked for: "auto", "on" or "off".
+    #: The value of ``exchange=``: "auto", "on" or "off".
     exchange: str
-    #: Why it had rather load alone, where it may choose; "" if it has no reason.
+    #: The reason for which it prefers to load alone, if it may choose; "" if it has none.
     alone: str
     #: Its machine, and which ranks are to read for each other: "world" or "node".
     machine: str
@@ -121,7 +121,7 @@ def member_of(group: Any) -> Member:
         if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
             raise InvalidError(f"group: rank {rank!r} of {size!r}: give (store, rank, size) with 0 <= rank < size")
         if not all(callable(getattr(store, name, None)) for name in ("set", "get", "add", "check")):
-            raise ArgumentTypeError(f"group: {store!r} is no store: it has no set, get, add and check")
+            raise ArgumentTypeError(f"group: {store!r} is not a store: it needs set, get, add and check")
         return Member(store, rank, size)
     if is_mesh(group):
         if group.ndim != 1:
@@ -129,13 +129,13 @@ def member_of(group: Any) -> Member:
         group = group.get_group()
     if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
         raise ArgumentTypeError(
-            f"group: a {type(group).__name__} is no process group, no DeviceMesh and no (store, rank, size)"
+            f"group: a {type(group).__name__} is not a process group, a DeviceMesh or (store, rank, size)"
         )
     from torch.distributed import distributed_c10d
 
     known = distributed_c10d._world.pg_map.get(group)
     if known is None:
-        raise InvalidError("group: this process is no member of that process group, or it was destroyed")
+        raise InvalidError("group: this process is not a member of that process group, or it was destroyed")
     return Member(known[1], group.rank(), group.size())
 
 
@@ -148,7 +148,7 @@ def coordinates_in(mesh: Any) -> tuple[int, ...]:
     """Where this process is in a `DeviceMesh`. Raises InvalidError if it is no member."""
     found = mesh.get_coordinate()
     if found is None:
-        raise InvalidError("group: this process is no member of that DeviceMesh")
+        raise InvalidError("group: this process is not a member of that DeviceMesh")
     return tuple(found)
 
 
@@ -187,7 +187,7 @@ def _member_of_mesh(mesh: Any) -> Member:
 
 
 def left_in(store: Store, rank: int) -> list[tuple[str, str | None]]:
-    """What loads have left in a store: (prefix, what was wanted). It may be changed."""
+    """The keys that loads have left in a store: (prefix, wants). The list may be changed."""
     try:
         return _LEFT.setdefault(store, {}).setdefault(rank, [])
     except TypeError:  # no weak reference to it can be made: it would be kept for ever
@@ -215,7 +215,7 @@ class Gathering:
         self._compared = compared
         #: All ranks have come.
         self._met = False
-        #: What of them is waited for.
+        #: The item that each rank still owes.
         self._awaited = "rank"
         self._over = False
         self._seat: _core.Seat | None = None
@@ -224,7 +224,7 @@ class Gathering:
         self._deaf = False
         #: The addresses of all ranks are known.
         self._watches = False
-        #: Those that these ranks have met in before.
+        #: The companies in which these ranks have met before.
         self._companies: Sequence[Company] = tuple(joined_in(store, self._rank))
 
     def __enter__(self) -> Gathering:
@@ -242,7 +242,7 @@ class Gathering:
 
     @property
     def _prefix(self) -> str:
-        """Of all keys of this load."""
+        """The prefix of all keys of this load."""
         if self._number is None:
             self._number = self._store.add(f"penstock/loads/{self._rank}", 1)
         return f"penstock/{self._number}/"
@@ -456,7 +456,7 @@ class Gathering:
         return [_Entry(*fields) for fields in found]
 
     def _gathered(self, what: str, deadline: float) -> list[bytes]:
-        """What every rank has said of something."""
+        """The entries of all ranks under one key."""
         self._awaited = what
         keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
         begun = time.monotonic()
@@ -560,7 +560,7 @@ def _machine() -> str:
 
 
 def _pass(rank: int, token: bytes, options: Options) -> _core.Pass:
-    """What this rank shows the others. Its key may be in a file, and a file system may hang."""
+    """The code that this rank shows the others. Its key may be in a file, and a file system may hang."""
     from ._patience import patiently
 
     file = os.environ.get("PENSTOCK_PEER_KEY_FILE")
@@ -613,7 +613,7 @@ def _compare(entries: Sequence[_Entry]) -> None:
 
 
 def _unreachable(entries: Sequence[_Entry]) -> str:
-    """Which rank others cannot reach, and why; "" if there is none."""
+    """The rank that others cannot reach, and the reason; "" if there is none."""
     if len({entry.host for entry in entries}) > 1:
         for rank, entry in enumerate(entries):
             if ipaddress.ip_address(entry.address).is_loopback:
@@ -624,14 +624,14 @@ def _unreachable(entries: Sequence[_Entry]) -> str:
     return ""
 
 
-#: Why a rank had rather load alone.
-_RESIDENT = "every rank has what it wants in its page cache"
+#: The reason for which a rank prefers to load alone.
+_RESIDENT = "the page cache of every rank holds all of its wanted bytes"
 _NO_OTHERS = 'scope="node", and no other rank is on this machine'
 _ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
 
 
 def _rather_alone(selection: Selection, options: Options, device: Device) -> str:
-    """Why this rank had rather load alone, if it may choose; "" if it has no reason."""
+    """The reason for which this rank prefers to load alone, if it may choose; "" if it has none."""
     if options.exchange != "auto":
         return ""
     if not device.is_cpu and not device.is_meta:
@@ -651,7 +651,7 @@ def _rather_alone(selection: Selection, options: Options, device: Device) -> str
 
 
 def _all_alone(entries: Sequence[_Entry]) -> str:
-    """Why all ranks load alone; "" if they find out."""
+    """The reason for which all ranks load alone; "" if a trial decides."""
     if any(entry.alone == _ON_GPU for entry in entries):
         return _ON_GPU
     return _RESIDENT if all(entry.alone == _RESIDENT for entry in entries) else ""

@@ -126,12 +126,12 @@ def say(member: Member, error: BaseException) -> None:
 
 
 class _Settling(Gathering):
-    """What ranks agree on before the first of several loads."""
+    """The agreement of ranks before the first of several loads."""
 
     watch: _core.Standing | None = None
     """Connections to the others, and ``hosts`` theirs, once all have come."""
     lookout: _core.Lookout | None = None
-    """What tells whether one of them was stopped."""
+    """The lookout, which notices a rank that was stopped."""
     hosts: Sequence[str] = ()
 
     def settle(self, core: _core.Checkpoint, options: Options, meant: str, described: str, mine: int = 0) -> int:
@@ -223,7 +223,7 @@ class _Settling(Gathering):
         return None
 
     def blamed(self, error: Exception) -> Exception:
-        """What to raise for an error of the store: its host may be the rank that is gone."""
+        """The error to raise for an error of the store: its host may be the rank that is gone."""
         of_store = not isinstance(error, PenstockError) or (isinstance(error, PeerError) and error.rank is None)
         return (self.gone(patience=1.0) if of_store else None) or error
 
@@ -321,10 +321,10 @@ class Company:
 
 
 class _Window(NamedTuple):
-    """What is loaded at once."""
+    """The tensors of one load."""
 
     nbytes: int
-    """Of the whole tensors."""
+    """Bytes of the whole tensors."""
     wants: list[int]
     """This rank's, in the order of reading."""
 
@@ -357,7 +357,7 @@ def _nbytes(selection: Selection) -> int:
 
 
 class _Plan(NamedTuple):
-    """What a stream needs to know when it begins."""
+    """The plan of a stream."""
 
     request: Request
     sequence: Sequence[int]

@@ -57,7 +57,7 @@ _SHARD = re.compile(r"(?P<set>.+)-\d+-of-(?P<count>\d+)\.safetensors")
 
 
 class Reference(NamedTuple):
-    """What a source asks for."""
+    """The repository, revision and path that a source names."""
 
     repository: str
     """``org/name``, or the ``name`` of an old repository without an owner."""
@@ -85,7 +85,7 @@ class Snapshot(NamedTuple):
 
 
 def parse(source: str) -> Reference | None:
-    """What ``source`` asks for; None if it cannot be a repository.
+    """The reference that ``source`` stands for; None if it cannot be a repository.
 
     Raises:
         InvalidError: it can be nothing else, but what it asks for makes no sense.
@@ -237,7 +237,7 @@ def _no_revision(source: str, reference: Reference, storage: Path) -> NotFoundEr
 
 
 def _there(storage: Path) -> str:
-    """Which revisions there are, for the end of a sentence."""
+    """The revisions in the cache, for the end of a sentence."""
     commits = sorted(entry.name for entry in _entries(storage / "snapshots") if entry.is_dir())
     named = {}
     for ref in sorted(path for path in (storage / "refs").rglob("*") if path.is_file()):
@@ -262,7 +262,7 @@ def _similar(cache: Path, repository: str) -> str | None:
 
 
 def _unfinished(storage: Path) -> str:
-    """What has been begun to be downloaded, for the end of a sentence."""
+    """Downloads that have not ended, for the end of a sentence."""
     sizes = []
     for entry in _entries(storage / "blobs"):
         if entry.name.endswith(".incomplete"):
@@ -330,7 +330,7 @@ def open_snapshot(
 
 
 def partial_sets(names: list[str]) -> list[tuple[str, int, int]]:
-    """Of each set of shard files that are not all among ``names``: its name, and how many of how many are there."""
+    """Incomplete sets of shard files: name, number of files in ``names``, and number of all files."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     sets = Counter(shard["set"] for shard in shards)
     parts = {(shard["set"], int(shard["count"])) for shard in shards}
@@ -377,7 +377,7 @@ def _not_downloaded(storage: Path, commit: str, root: Path, within: str) -> list
 
 
 def _tree(storage: Path, commit: str) -> dict[str, dict[str, Any]]:
-    """What the repository holds at this commit, as far as huggingface_hub has kept that."""
+    """The files of the repository at this commit, as far as huggingface_hub has kept them."""
     asking(storage)
     try:
         listing = json.loads((storage / "trees" / f"{commit}.json").read_text("utf-8"))
@@ -391,18 +391,18 @@ def _tree(storage: Path, commit: str) -> dict[str, dict[str, Any]]:
 
 
 class Expected(NamedTuple):
-    """What the content of a file must hash to."""
+    """The expected hash of a file's content."""
 
     algorithm: str
     """"sha256", or "git-sha1": the sha1 of ``blob <size>``, a zero byte and the content."""
     digest: str
     """In lower-case hexadecimal."""
     source: str
-    """Who says so: "blob name" or "tree listing" (of the cache), "Hub", or "list" (of the caller)."""
+    """The source of the hash: "blob name" or "tree listing" (of the cache), "Hub", or "list" (of the caller)."""
 
 
 def expected_digest(path: str) -> Expected | None:
-    """What the cache says the file at ``path`` must hash to; None where it says nothing, or the file is in no cache."""
+    """The hash that the cache expects of the file at ``path``; None if it has none, or if the file is in no cache."""
     for place in _places(path):
         folder, name = Path(place).parent, Path(place).name
         if folder.name == "blobs" and _DIGEST.fullmatch(name) and (folder.parent / "snapshots").is_dir():
@@ -419,7 +419,7 @@ def expected_digest(path: str) -> Expected | None:
 
 
 def expected_of(digest: str, source: str) -> Expected | None:
-    """What the sha256, or git's sha1, of a file says; None if it is neither."""
+    """The hash that a digest states, sha256 or git's sha1; None if it is neither."""
     if not _DIGEST.fullmatch(digest):
         return None
     return Expected("sha256" if len(digest) == 64 else "git-sha1", digest, source)

@@ -119,7 +119,7 @@ def token() -> Token | None:
     if not found.text:
         return None
     if not re.fullmatch(r"[!-~]+", found.text):
-        raise InvalidError(f"{found.source} holds no token of the Hub: it has spaces, or other letters than ASCII's")
+        raise InvalidError(f"{found.source} holds no token of the Hub: it has spaces, or characters that are not ASCII")
     return found
 
 
@@ -154,7 +154,7 @@ def _name(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-#: What http.client says of a tunnel.
+#: The text of http.client for a tunnel.
 _TUNNEL_REFUSED = "Tunnel connection failed: 407"
 
 
@@ -179,7 +179,7 @@ class _Proxied(urllib.request.BaseHandler):
 
 
 def _context(url: str, storage: Storage | None) -> ssl.SSLContext:
-    """What TLS trusts: that is what the core trusts, wherever this Python keeps its own authorities."""
+    """The authorities that TLS trusts: those that the core trusts, wherever this Python keeps its own."""
     trusted = _core.certificates(storage)
     if trusted is None:
         warn_of_unchecked([urlsplit(url).hostname or ""])
@@ -265,7 +265,7 @@ def _retry_after(error: urllib.error.HTTPError) -> float:
 
 
 def pin(source: str, reference: Reference, sent: Token | None, storage: Storage | None = None) -> Pinned:
-    """Which commit ``reference`` is now, and its files.
+    """The commit that ``reference`` is now, and its files.
 
     Raises:
         NotFoundError: there is no such repository or revision, or it is not shown to everybody.
@@ -298,7 +298,7 @@ def _revision(
 
 
 def digests_of(source: str, pinned: Pinned, storage: Storage | None, files: Sequence[str]) -> dict[str, Expected]:
-    """What the Hub says that the files at these addresses must hash to; without those of which it says nothing.
+    """The hashes that the Hub expects of the files at these addresses, as far as it has them.
 
     Raises:
         NotFoundError, AccessError, ReadError: as `pin`.
@@ -325,7 +325,7 @@ def base(pinned: Pinned) -> str:
 
 
 def _refused(source: str, reference: Reference, error: urllib.error.HTTPError, sent: Token | None) -> PenstockError:
-    """What it means that the Hub does not answer with a commit."""
+    """The error for an answer of the Hub that is not a commit."""
     where, said = endpoint(), error.headers
     code, note = said.get("X-Error-Code", ""), said.get("X-Error-Message", "")
     request = f", request {said['X-Request-Id']}" if said.get("X-Request-Id") else ""
@@ -366,7 +366,7 @@ def gated(source: str, repository: str, sent: Token | None, named: str) -> Acces
 
 
 def _with(sent: Token | None) -> str:
-    """What a token would change."""
+    """Advice about a token."""
     if sent is None:
         return "no token was sent: `hf auth login`, or HF_TOKEN, gives one"
     return f"the token from {sent.source} was sent"
@@ -407,7 +407,7 @@ def without_credentials(storage: Storage | None) -> Storage | None:
 
 
 def explained(source: str, pinned: Pinned, sent: Token | None, read: Callable[[tuple[str, str] | None], T]) -> T:
-    """What ``read`` gives, which asks the Hub with this token for files; its errors say what of the Hub they mean."""
+    """The result of ``read``, which asks the Hub for files with this token; errors are put in terms of the Hub."""
     where = endpoint()
     try:
         return read(None if sent is None else (_name(where), sent.text))
@@ -502,7 +502,7 @@ def _both(source: str, error: PenstockError, lacking: NotFoundError, unknown: bo
 
 
 def _lacks(source: str, lacking: NotFoundError) -> str:
-    """What the cache lacks, without the advice to fill it."""
+    """The part that the cache lacks, without the advice to fill it."""
     return lacking.message.removeprefix(f"{source}: ").partition(ADVICE)[0].rstrip(" .")
 
 

@@ -1,4 +1,4 @@
-"""What indexing a tensor needs of it: the parts to read, and the index that is left to do on them.
+"""Indexes into tensors: the parts to read, and the index that is left to do on them.
 
 Along each dimension an index names positions: a number one, a slice a progression, a list or a mask any. Their product
 is what is read, so that a row slice reads its rows, a column slice its columns, and a list of rows those rows. What
@@ -28,17 +28,17 @@ class Arrays(NamedTuple):
     """How a framework makes arrays to index with."""
 
     of: Callable[[Any], Any]
-    """Of what was written in an index; raises what it likes where that is none."""
+    """Makes an array of a part of an index; raises any error if it cannot."""
     ints: Callable[[list[int]], Any]
-    """Of whole numbers."""
+    """Makes an array of whole numbers."""
     reversible: bool
     """Whether slices may go backwards."""
     plain: Callable[[Any], Any] = lambda part: part
-    """Of what was written in an index, the number that the framework takes it for; else the same."""
+    """The number that the framework takes a part of an index for; else that part itself."""
 
 
 class Plan(NamedTuple):
-    """What to read and what to do with it."""
+    """The parts to read, and the index that is left to do on them."""
 
     parts: list[Region]
     """Hyper-rectangles, in elements, to be joined in this order."""
@@ -53,7 +53,7 @@ class Indexing(NamedTuple):
 
     arrays: Arrays
     shape: tuple[int, ...]
-    """Of the tensor, in the framework's elements."""
+    """The shape of the tensor, in the framework's elements."""
     unit: int
     """Elements of the file in one of the framework's, along the last dimension."""
     probe: Callable[[Any], object]
@@ -72,7 +72,7 @@ class _Axis:
 
     @classmethod
     def of(cls, positions: Sequence[int]) -> _Axis:
-        """Of ascending positions, each once: neighbours make one range, as do those that are evenly apart."""
+        """An axis of ascending positions, each once: neighbours make one range, as do those that are evenly apart."""
         step = positions[1] - positions[0] if len(positions) > 2 else 1
         if step > 1 and all(after - at == step for at, after in pairwise(positions)):
             return cls([range(positions[0], positions[-1] + 1, step)])
@@ -174,7 +174,7 @@ def _is_bool(part: Any) -> bool:
 
 
 def _number(part: Any) -> int | None:
-    """What stands in an index for a whole number; None: it is none, as an array of zero dimensions with a float."""
+    """The whole number that a part of an index stands for; None: it is none, as a float array of zero dimensions."""
     try:
         return operator.index(part)
     except Exception:  # of whatever class that object likes
@@ -187,7 +187,7 @@ def _flat(values: Any) -> list[int]:
 
 
 def _understood(part: Any, sizes: Sequence[int], arrays: Arrays) -> _Slice | _Number | _Numbers | _Mask | None:
-    """What a part of an index asks of the dimensions from ``sizes`` on; None where only the framework can say."""
+    """The positions that a part of an index takes from the dimensions ``sizes``; None if only the framework can say."""
     if isinstance(part, slice):
         try:
             found = _Slice(part, sizes[0])
@@ -213,7 +213,7 @@ def _understood(part: Any, sizes: Sequence[int], arrays: Arrays) -> _Slice | _Nu
 
 
 def plan(index: Any, shape: Sequence[int], arrays: Arrays, unit: int = 1, near: int = 0) -> Plan | None:
-    """What ``tensor[index]`` needs; None where only the framework can say what is meant, or what is wrong.
+    """The parts that ``tensor[index]`` needs; None if only the framework can say which, or report the error.
 
     Args:
         shape: Of the tensor, in the framework's elements.

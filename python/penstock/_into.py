@@ -28,7 +28,7 @@ _SHOWN = 10
 
 
 class _Matched:
-    """What is to be filled, and what only one side has."""
+    """The destinations to fill, and names that only one side has."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class Memory:
         self.within: Any = None
         """The DTensor whose local shard this is, or None."""
         self.placed: tuple[tuple[int, ...], Axes | None] | None = None
-        """Of a local shard: the shape of the whole, and which part of it this is; no part: this process has none."""
+        """A local shard's whole shape, and its part of it; no part: this process has none."""
 
     def part(self, place: Region) -> Memory:
         """The memory of a part of it, by the same names."""
@@ -148,7 +148,7 @@ def _numpy_memory(array: Any) -> Memory:
     if not array.flags.writeable:
         to.problem = "is read-only"
     elif masked is not None and isinstance(array, masked):
-        to.problem = "is a MaskedArray, whose mask says nothing of new bytes: give its .data"
+        to.problem = "is a MaskedArray, and its mask does not fit new values: give its .data"
     elif not to.contiguous and to.nbytes and _overlaps_itself(to):
         to.problem = "is broadcast: several of its elements are the same memory"
     return to
@@ -192,8 +192,8 @@ def _of_dtensor(value: Any) -> Memory:
     placed_so = f"is a DTensor of shape {list(whole)}, placed as ({', '.join(map(str, placements))}) on {mesh.shape}"
     if fitting:
         to.problem = (
-            f"{placed_so}, which does not divide it evenly: its local shard may be what FSDP2 makes of it, or "
-            "distribute_tensor, and these differ: pad the tensor, or load the part with a list of Destination"
+            f"{placed_so}, which does not divide it evenly: FSDP2 and distribute_tensor make different "
+            "local shards of it: pad the tensor, or load the part with a list of Destination"
         )
     else:
         given = list(shape_of(axes))
@@ -236,7 +236,7 @@ def memories(given: Any) -> list[Memory]:
 
 
 def identity(to: Memory, value: Any) -> Any:
-    """What is equal for tied tensors alone: the same memory seen in the same way. ``to`` is the memory of ``value``.
+    """A key that is equal for tied tensors alone: the same memory in the same view. ``to`` is the memory of ``value``.
 
     A view of other shape, strides or dtype is another tensor, although it has bytes in common. Without memory only the
     same object is the same tensor.
@@ -338,7 +338,7 @@ def share_bytes(a: Memory, b: Memory) -> bool:
 
 
 class _Elsewhere:
-    """What numpy needs to know of an array with the shape and steps of a destination."""
+    """The array interface of numpy for the shape and steps of a destination."""
 
     def __init__(self, to: Memory, address: int) -> None:
         dimensions, size = to.steps()
@@ -373,7 +373,7 @@ _Spanning = tuple[Memory, int, int]
 
 
 def _whose_spans_meet(ordered: list[_Spanning]) -> Iterator[list[_Spanning]]:
-    """Those of one device, ordered by address, in groups of two and more that have nothing free between them."""
+    """Destinations of one device by address, in groups of two and more with nothing free between them."""
     group: list[_Spanning] = []
     past = 0
     for entry in ordered:
@@ -414,7 +414,7 @@ def _interleave(group: list[_Spanning]) -> bool:
 
 
 def _overlaps(group: list[_Spanning], views: list[tuple[Memory, Memory]] | None) -> list[str]:
-    """What is wrong with those that share a byte with one before them, by address; see `memory_problems`."""
+    """Problems of destinations that share a byte with one before them, by address; see `memory_problems`."""
     problems = []
     row, places = _within_a_row(group)
     near: list[tuple[int, int, int]] = []  # number in the group, and place and length within a row

@@ -64,7 +64,7 @@ def _started(pid: int | str) -> str | None:
 
 
 class Identity:
-    """What tells this process from all others that write to the same folder."""
+    """A name that tells this process from all others that write to the same folder."""
 
     def __init__(self) -> None:
         self.host = re.sub(r"[^\w.-]", "_", socket.gethostname()) or "host"

@@ -1,4 +1,4 @@
-"""What a notebook shows of a checkpoint."""
+"""The view of a checkpoint in a notebook."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _FUNCTIONS = {
     "safetensors.flax": ("load_file", "save", "save_file"),
     _PLACING: ("spawn_materialize",),
 }
-"""What is replaced besides ``safe_open``: functions of safetensors by those that the module of penstock with the same
+"""Replacements besides ``safe_open``: functions of safetensors by those that the module of penstock with the same
 last name has, and the function of transformers that is told where a slice goes."""
 
 _OWN_LOAD_BYTES = 1 << 20
@@ -82,14 +82,14 @@ mount that hangs, a failing disk, a limit), and trying again could hang or kill 
 
 
 class _Routing:
-    """Which objects of safetensors are replaced by which of ours, in this process."""
+    """The objects of safetensors that are replaced in this process, and their replacements."""
 
     def __init__(self) -> None:
         # Another thread waits for it. The thread that has it may come again, in a signal handler or a `__del__`: then
         # `settle` finds that `patches` has changed, and begins anew
         self.lock = threading.RLock()
         self.patches: set[Patch] = set()
-        """Those in force."""
+        """The patches in force."""
         self.safe_open: Any = None
         """The class that ``safetensors.safe_open`` was."""
         self.pairs: dict[int, tuple[Any, Any]] = {}
@@ -254,7 +254,7 @@ _asking = _Asking()
 
 
 def _opened(path: str, ours: Callable[[OneFile], Any], theirs: Callable[[], Any]) -> Any:
-    """What ``ours`` makes of the file at ``path``; what penstock cannot open is for safetensors to open or refuse.
+    """The result of ``ours`` for the file at ``path``; safetensors opens or refuses a file that penstock cannot open.
 
     So programs get the exceptions that they know, in the words that they match. What penstock has to say is the
     exception's ``__cause__``.
@@ -396,7 +396,7 @@ def _theirs() -> Any:
 
 
 class safe_open(_safe_open.safe_open, metaclass=_AnyHandle):
-    """What ``safetensors.safe_open`` is while it is patched: opens a file as `penstock.safe_open` does.
+    """Replaces ``safetensors.safe_open`` while it is patched: opens a file as `penstock.safe_open` does.
 
     What that does not take (other frameworks, devices, arguments) is opened by safetensors. What safetensors does not
     take (a folder, an index, a list, the name of a repository) it refuses.
@@ -425,7 +425,7 @@ class safe_open(_safe_open.safe_open, metaclass=_AnyHandle):
 
 
 class Patch:
-    """What `patch` returns. It is in force until `undo` or the end of its ``with`` block, even if you drop it."""
+    """The result of `patch`. It is in force until `undo` or the end of its ``with`` block, even if you drop it."""
 
     def __init__(self) -> None:
         _routing.begin(self)

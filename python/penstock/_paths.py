@@ -16,10 +16,10 @@ _COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 # A name and a password before the host; the query or the fragment behind the path
 _SECRET = re.compile(r"(?i)(https?:/{1,2})(?:[^/\s'\"@]*@[^\s'\"]*|([^\s'\"?#]*)[?#][^\s'\"]*)")
 
-_OPENED = "web addresses are understood only where a checkpoint is opened or loaded, as strings"
+_OPENED = "web addresses are accepted only where a checkpoint is opened or loaded, as strings"
 _ADVICE = {
     "file": "give the path without file://",
-    "hf": "hf:// is understood only where a checkpoint is opened, as one string",
+    "hf": "hf:// is accepted only where a checkpoint is opened, as one string",
 }
 _ELSE = "copy the files to a disk, or mount that storage, and give the path"
 _WRITTEN = "upload is not supported: give a path of this machine, and copy the files from there"

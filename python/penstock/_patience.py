@@ -54,7 +54,7 @@ class _Asker(threading.Thread):
 #: The collector may end a handle within it, whose event is written on such a thread.
 _idle_lock = threading.RLock()
 _idle: list[_Asker] = []
-"""Those that wait for work."""
+"""Threads that wait for work."""
 
 
 def _dismiss() -> None:
@@ -79,7 +79,7 @@ os.register_at_fork(before=_dismiss, after_in_child=_forget)
 
 
 class _Asked:
-    """What the work of one `patiently` has asked the file system."""
+    """The calls of one `patiently` to the file system."""
 
     def __init__(self, path: str | None) -> None:
         self.questions = 0
@@ -126,7 +126,7 @@ def stalled(stall: float, path: str | None) -> StalledError:
 
 
 def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | None = None) -> T:
-    """What ``work`` returns or raises, unless it hangs; Ctrl-C works meanwhile.
+    """The result or error of ``work``, unless it hangs; Ctrl-C works meanwhile.
 
     Args:
         work: Asks the file system, and calls `asking` before each question.

@@ -1,4 +1,4 @@
-"""What `torch.save` wrote: which files of a folder hold weights, and their tensors. Nothing in them is run.
+"""Files of `torch.save`: the files of a folder that hold weights, and their tensors. No code in them is run.
 
 The content of a file decides what it is, and not its name: pickles are called ``.safetensors`` and the other way round.
 """
@@ -18,7 +18,7 @@ from ._paths import is_web
 
 #: The names that `torch.save` of weights is given.
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-#: What transformers, diffusers and peft call the weights of a folder, in the order in which they are looked for.
+#: Names of weights in folders of transformers, diffusers and peft, in the order in which they are looked for.
 _STEMS = ("pytorch_model", "diffusion_pytorch_model", "adapter_model")
 #: State of a training, which no folder's weights are: of Trainer, Accelerate, DeepSpeed, FSDP.
 _STATE = re.compile(
@@ -30,7 +30,7 @@ _STATE = re.compile(
 _NUMBER = r"-\d+-of-\d+"
 #: Where trainers keep the state dict in what they save.
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "params_ema", "params-ema", "params")
-#: What ranks call their parts of one model, all with the same names: Llama's own files, Megatron's, DeepSpeed's.
+#: Names of ranks' parts of one model, with the same tensor names: Llama's own files, Megatron's, DeepSpeed's.
 _OF_A_RANK = re.compile(r"consolidated\.\d+|mp_rank_\d+|.*(?<![a-z])rank[-_.]?\d+", re.IGNORECASE)
 _HEAD = 64
 #: The first torch whose ``torch.load(weights_only=True)`` runs nothing.
@@ -242,7 +242,7 @@ def _tell(files: Sequence[Path]) -> None:
 
 
 def _why(error: Exception) -> str:
-    """What torch said, without its advice to run what is in the file."""
+    """The message of torch, without its advice to run the code in the file."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     way_out = (
         "nothing in the file is run. Where the model was made, save its tensors alone: "
@@ -266,7 +266,7 @@ def _why(error: Exception) -> str:
 
 
 def _load(file: Path) -> Any:
-    """What is in the file; an archive is mapped, if the kernel does that."""
+    """The content of the file; an archive is mapped, if the kernel does that."""
     import torch
 
     with file.open("rb") as opened:
@@ -361,7 +361,5 @@ def not_here(source: str, error: PenstockError) -> PenstockError:
     """The error for a file or repository of a server that holds what `torch.save` wrote."""
     if "torch.save" not in str(error):
         return error
-    why = (
-        "torch.save wrote it, and of servers only safetensors files are converted: fetch it first, and convert the copy"
-    )
+    why = "torch.save wrote it, and only local files of this kind can be converted: fetch it, and convert the copy"
     return type(error)(why, path=source)

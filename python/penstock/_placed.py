@@ -18,7 +18,7 @@ from ._selection import Cut, Rule, Selection, TensorInfo, info_of
 
 
 class Placing:
-    """What one rank wants of the tensors that a rule places on a mesh, and how its shards become DTensors."""
+    """The wants of one rank, if a rule places the tensors on a mesh, and the DTensors that its shards become."""
 
     def __init__(self, group: Any, rule: Rule, framework: str | None, dtype: Any) -> None:
         if not is_mesh(group):
@@ -48,7 +48,7 @@ class Placing:
         return found
 
     def finish(self, device: Device, inner: Finish | None, names: Sequence[str]) -> Finish:
-        """What makes DTensors of the shards that are loaded to ``device``.
+        """The adapter that makes DTensors of the shards that are loaded to ``device``.
 
         Raises:
             InvalidError: DTensors of this mesh live elsewhere.

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank of a mesh has, as `torch.distributed.tensor` places it. Pure: no torch, no ranks asked.
+"""The part of a tensor for a rank of a mesh, as `torch.distributed.tensor` places it. Pure: no torch, no ranks asked.
 
 Placements are known by what they have, not by their class: `Shard` by ``is_shard()`` and ``dim``, `_StridedShard` by
 ``split_factor`` and ``dim``, `Replicate` by ``is_replicate()``.
@@ -107,7 +107,7 @@ def sharded_dim(placement: Any, ndim: int) -> int | None:
         return None
     if _says(placement, "is_partial"):
         raise InvalidError(
-            f"placement {placement}: it divides a sum, and a checkpoint has the sum itself: give Replicate()"
+            f"placement {placement}: it is a part of a sum, and a checkpoint has the whole sum: give Replicate()"
         )
     dim = getattr(placement, "dim", None)
     if not isinstance(dim, int) or not (_says(placement, "is_shard") or hasattr(placement, "split_factor")):
@@ -165,7 +165,7 @@ class Mesh:
                 raise unknown(core, name)
 
     def placements(self, info: TensorInfo) -> list[Any] | None:
-        """What the rule says of a tensor: a placement for each dimension of the mesh, or None if it is not wanted."""
+        """The rule's placement for each dimension of the mesh, or None if the tensor is not wanted."""
         if not callable(self._rule):
             found = self._rule.get(info.name)
         else:

@@ -1,4 +1,4 @@
-"""What a load of several ranks will read and send: known before a byte moves, from headers and wants alone."""
+"""The cost of a load of several ranks, in bytes and reads: known before a byte moves, from headers and wants alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ._selection import Cut, Region, info_of, region_of, unknown
 from ._terminal import table
 
 Wants = Mapping[str, Cut | None] | None
-"""What one rank wants: the part of each tensor by name (None: the whole), or None for everything."""
+"""The wants of one rank: the part of each tensor by name (None: the whole), or None for everything."""
 
 
 class Plan(dict[str, Any]):
-    """What each rank reads, sends and receives: a dictionary, for JSON. Every key is an attribute too, and
+    """The reads and messages of each rank: a dictionary, for JSON. Every key is an attribute too, and
     ``print(plan)`` gives a summary.
 
     Sizes are in bytes. ``alone`` is a load of each rank without the others, ``together`` one load of all (``group=``).
@@ -113,7 +113,7 @@ def nodes_of(nodes: int | Sequence[int] | None, ranks: int) -> list[int]:
 
 
 def packed(core: _core.Checkpoint, wants: Wants, files: Sequence[str]) -> bytes:
-    """What one rank wants, as the core takes it."""
+    """The wants of one rank, as the core takes them."""
     if wants is None:
         return _core.pack_wants(core, None, None)
     if not isinstance(wants, Mapping):

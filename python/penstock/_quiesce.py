@@ -13,7 +13,7 @@ from ._errors import ArgumentTypeError, BusyError, InvalidError, StalledError
 
 #: Seconds of one look at what is left: Ctrl-C is heard in between.
 _TURN = 0.02
-#: What ends a fill of the page cache says so.
+#: The reason of a fill of the page cache that was ended.
 _REASON = "penstock.quiesce ended it"
 _OURS = "penstock-"
 #: Threads of the kernel that worked for a ring. They end a moment after it.
@@ -73,7 +73,7 @@ def _refuse(busy: list[str]) -> None:
 
 
 def _remains() -> list[str]:
-    """What of Penstock still runs in this process, or is open, in words."""
+    """The parts of Penstock that still run or are open in this process, in words."""
     found = []
     rings = 0
     for descriptor in Path("/proc/self/fd").iterdir():

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What a rendezvous store must be able to do: those of `torch.distributed` are ones."""
+    """The methods of a rendezvous store; the stores of `torch.distributed` have them."""
 
     def set(self, key: str, value: Any) -> None: ...
     def get(self, key: str) -> bytes: ...

@@ -23,7 +23,7 @@ def time_text(seconds: float) -> str:
 
 
 class Report(dict[str, Any]):
-    """What a load or a save did: a dictionary. Every key is an attribute too, and ``print(report)`` gives a summary.
+    """The report of a load or save: a dictionary. Every key is an attribute too, and ``print(report)`` gives a summary.
 
     Sizes are in bytes, times in seconds, rates in GB/s (1 GB = 1e9 bytes). docs/api.md describes the keys.
     """

@@ -1,4 +1,4 @@
-"""What a load is asked for: the arguments that every way to load takes, made sense of."""
+"""The request of a load: the arguments that every way to load takes, checked."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ from ._selection import Names, Selection, Slices, select
 
 
 class Opened(Protocol):
-    """What a load knows of the checkpoint that it is of: a `Checkpoint` is one."""
+    """The interface of a checkpoint for its loads: a `Checkpoint` has it."""
 
     _core: Checkpoint
 
@@ -27,10 +27,10 @@ class Opened(Protocol):
 
 
 class Agreement(NamedTuple):
-    """What ranks have agreed on."""
+    """The agreement of the ranks."""
 
     together: tuple[Shares, Mesh] | None
-    """Who reads what, and the connections; None if each rank loads alone."""
+    """The shares of the ranks, and the connections; None if each rank loads alone."""
     options: Options
     apart: tuple[int, str] | None = None
     """If each loads alone: how many they are, and why."""
@@ -50,7 +50,7 @@ class Finish(Protocol):
 
 
 class Request(NamedTuple):
-    """What of a checkpoint is wanted, where and how."""
+    """The wanted tensors of a checkpoint, their destination, and the options."""
 
     checkpoint: Opened
     selection: Selection
@@ -60,9 +60,9 @@ class Request(NamedTuple):
     group: Together | None = None
     """The ranks that load it together."""
     finish: Finish | None = None
-    """What makes the caller's tensors of the wants'; None: they are these."""
+    """The function from the wants' tensors to the caller's; None: they are the same."""
     seen: Seen = NOTHING
-    """What operators see of it."""
+    """The operation, for operators."""
 
     def as_asked(self, names: Names) -> "Request":
         """The same, but that tensors which were listed are handed out as listed, unless they are wanted by layer."""
@@ -82,7 +82,7 @@ def prepare(
     slices: Slices = None,
     order: Order = "file",
 ) -> tuple[Request, Adapter]:
-    """What is meant by the arguments that every way to load takes. Imports the framework; reads nothing."""
+    """The request that the arguments of every way to load stand for. Imports the framework; reads nothing."""
     selection, finish = select(checkpoint._core, names, slices), None
     if selection.scattered:
         selection, finish = make_joining(framework, selection, dtype)

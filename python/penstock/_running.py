@@ -25,7 +25,7 @@ V = TypeVar("V")
 
 
 class _Begun:
-    """What a load is, for a message. No `NamedTuple`: its annotations would be compiled at each import."""
+    """The words for a load in a message. No `NamedTuple`: its annotations would be compiled at each import."""
 
     __slots__ = ("core", "device", "stream")
 
@@ -39,10 +39,10 @@ _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionar
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 #: Ranks that watch each other, with what they do in words.
 _companies: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
-#: What else is under way, by a number.
+#: Other work that is under way, by a number.
 _others: dict[int, str] = {}
 _numbers = itertools.count()
-#: What lets go of something that other modules keep between loads.
+#: Functions that free something that other modules keep between loads.
 keepers: list[Callable[[], None]] = []
 
 
@@ -163,7 +163,7 @@ def under_way(what: str) -> Iterator[None]:
 
 
 def all_under_way() -> list[str]:
-    """What is under way in this process, in words: loads, open streams, ranks that watch each other, saves."""
+    """The work under way in this process, in words: loads, open streams, ranks that watch each other, saves."""
     found = []
     for load, begun in _still_there(_begun):
         if load in _streams or not load.done():

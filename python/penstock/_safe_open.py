@@ -45,7 +45,7 @@ _SINGLES = 4
 _PATIENCE = 1.0
 """Seconds that a thread waits for a tensor that another thread maps with its neighbours, before it loads it alone."""
 _AHEAD_BYTES, _AHEAD_TENSORS = 256 << 20, 4096
-"""What one load then maps at most. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
+"""The most that one load then maps. A load costs 0.2 ms whatever its size, and its tensors keep a mapping, of which a
 process may have 65,530."""
 
 _FEW_PARTS = 64
@@ -55,7 +55,7 @@ _BACKENDS: dict[str | None, dict[str, Any]] = {None: {}, "mmap": {}, "pread": {"
 
 
 def _state(file: str) -> tuple[int, ...] | None:
-    """What tells whether somebody has changed the file; None where it cannot be looked at."""
+    """The identity of the file, to notice a change; None if the file cannot be examined."""
     try:
         now = os.stat(file)  # noqa: PTH116 - pathlib takes 3 ms to import
     except OSError:
@@ -64,7 +64,7 @@ def _state(file: str) -> tuple[int, ...] | None:
 
 
 class TensorMeta(NamedTuple):
-    """What a file's header says of one tensor."""
+    """The header's entry of one tensor."""
 
     dtype: str
     """As spelled in the header, such as ``"BF16"``."""
@@ -115,7 +115,7 @@ class Slice:
             raise SliceError(f"slice of {self._name}: {error}", **self._where()) from error
 
     def _where(self) -> dict[str, Any]:
-        """What an error says of the tensor."""
+        """The words for the tensor in an error."""
         return {"path": self._info.file, "tensor": self._name}
 
     def _take(self, index: Any) -> Any:
@@ -289,7 +289,7 @@ class safe_open:
         return parts[0] if count == 1 else self._sliced_by.joined(parts, planned.axis)
 
     def _read(self, number: int, name: str, dtype: str, region: Region | None, of: Any, adapter: Any) -> Any:
-        """What is read without a load, or None; see `SingleReads.tensor`."""
+        """The tensor, if it is read without a load, or None; see `SingleReads.tensor`."""
         if self._seen is NOTHING:
             return self._single.tensor(number, name, dtype, region, of, adapter)
         begun = time.perf_counter()

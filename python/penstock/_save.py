@@ -131,7 +131,7 @@ def _of_dlpack(tensor: DLTensor) -> Described:
 
 
 def describe(name: object, value: Any) -> Described:
-    """What is to be known of a tensor of any framework.
+    """The description of a tensor of any framework.
 
     Raises:
         InvalidError: it is no tensor, or has no values.
@@ -149,7 +149,7 @@ def describe(name: object, value: Any) -> Described:
         return _of_torch(name, value)
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         if isinstance(value, numpy.ma.MaskedArray) and numpy.ma.is_masked(value):
-            why = "has masked values, which no file can hold: save what `.filled()` makes of it, and its `.mask`"
+            why = "has masked values, which no file can hold: save the result of `.filled()`, and its `.mask`"
             raise InvalidError(f"tensor {name} {why}", tensor=name)
         return _of_numpy(name, numpy.asarray(value))
     if name.endswith("_extra_state") and not hasattr(value, "shape"):
@@ -206,7 +206,7 @@ def _checked(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
 def _fill(name: str, tensor: Described, memory: memoryview) -> None:
     """Writes a tensor that the save wants to its memory, to which nothing refers afterwards."""
     if tensor.fill is None:
-        raise InternalError("a save wants a tensor that it has")
+        raise InternalError("the save asked for a tensor again; please report this")
     try:
         with memory:
             tensor.fill(memory)

@@ -1,4 +1,4 @@
-"""Which tensors, and which part of each: what ``names=`` and ``slices=`` mean."""
+"""The tensors, and the part of each, that ``names=`` and ``slices=`` choose."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ Axes = list[list[Range]]
 """Ranges per dimension, at least one in each: the positions that they name, one after the other."""
 
 _GLOB = frozenset("*?[")
-"""What makes a name a glob."""
+"""The characters that make a name a glob."""
 
 
 class TensorInfo(NamedTuple):
@@ -92,7 +92,7 @@ class Selection:
         return dtype, shape if region is None else tuple(len(range(*part)) for part in region)
 
     def axes(self, want: int) -> Axes:
-        """What is wanted, as ranges of the tensor's positions."""
+        """The wanted parts, as ranges of the tensor's positions."""
         if want in self.scattered:
             return self.scattered[want]
         region = None if self.regions is None else self.regions[want]
@@ -102,7 +102,7 @@ class Selection:
         return [(0, size, 1) for size in self.core.info(self.tensor(want))[2]]
 
     def with_regions(self, found: Sequence[tuple[int, Region | None]]) -> "Selection":
-        """Of these wants the regions that are given, None for the whole tensor. A want may come several times."""
+        """The selection of these wants; regions are None for the whole tensor. A want may come several times."""
         regions = [None if region is None or region == self._whole(want) else region for want, region in found]
         return Selection(
             self.core,
@@ -240,13 +240,13 @@ def axes_of(info: TensorInfo, cut: Any, several: bool = True) -> Axes:
 
 
 def info_of(core: _core.Checkpoint, index: int, files: Sequence[str] | None = None) -> TensorInfo:
-    """What the checkpoint says of tensor number ``index``; for many, ``files`` are its files, listed once."""
+    """The checkpoint's entry of tensor number ``index``; for many, ``files`` are its files, listed once."""
     name, dtype, shape, file, begin, end = core.info(index)
     return TensorInfo(name, dtype, shape, end - begin, core.path(file) if files is None else files[file], (begin, end))
 
 
 def select(core: _core.Checkpoint, names: Names = None, slices: Slices = None) -> Selection:
-    """What ``names`` and ``slices`` ask for, in the order asked (file order for globs and predicates).
+    """The selection that ``names`` and ``slices`` stand for, in the order asked (file order for globs and predicates).
 
     Raises:
         UnknownTensorError: a name that is not there, or a glob that nothing matches.

@@ -31,7 +31,7 @@ os.register_at_fork(before=_stop_reading_ahead, after_in_child=_count_fork)
 
 
 class _Found:
-    """What an adapter makes its tensor of, in place of a load: one view."""
+    """The source of an adapter's tensor, in place of a load: one view."""
 
     def __init__(self, view: _core.View) -> None:
         self._view = view

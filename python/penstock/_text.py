@@ -13,5 +13,5 @@ def check_text(what: str, text: str) -> None:
         except UnicodeEncodeError as error:
             raise InvalidError(
                 f"{what} is {text!r}: character {error.start} is a lone surrogate, which UTF-8 cannot express. "
-                "Where it comes from bytes, decode them as what they are"
+                "If it was decoded from bytes, decode them with the right encoding"
             ) from None

@@ -16,8 +16,8 @@ def warn_of_unchecked(hosts: Iterable[str] = ()) -> None:
         if host not in _warned:
             _warned.add(host)
             warnings.warn(
-                f"the certificate of {host} is not checked (tls_verify=False): whoever is on the way can read what is "
-                "sent, and send something else",
+                f"the certificate of {host} is not checked (tls_verify=False): others on the network can read "
+                "and change the data",
                 RuntimeWarning,
                 stacklevel=4,
             )

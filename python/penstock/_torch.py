@@ -65,8 +65,8 @@ def torch_shape(name: str, dtype: str, shape: tuple[int, ...], file: str) -> tup
         return shape
     if not shape or shape[-1] % 2:
         raise UnsupportedError(
-            f"tensor {name} is F4 of shape {list(shape)}: torch holds F4 in pairs, which an odd last dimension "
-            'does not make; dtype="raw" or framework="dlpack" gives its bytes',
+            f"tensor {name} is F4 of shape {list(shape)}: torch holds F4 in pairs, and the last dimension is "
+            'odd; dtype="raw" or framework="dlpack" gives its bytes',
             path=file,
             tensor=name,
         )

@@ -63,7 +63,7 @@ class ViaNumpy(Framework):
         return tensor.view(getattr(self.module, str(DTYPES[dtype].torch))) if dtype in self.carriers else tensor
 
     def _takes(self, dtype: str) -> str | None:
-        """Why the framework has no tensors of this dtype of the format; None: it has."""
+        """The reason that the framework has no tensors of this dtype of the format; None: it has."""
         kind = self.carriers.get(dtype) or numpy_dtype(dtype)
         if kind is None:
             return "numpy, by way of which it comes, lacks it"
@@ -87,7 +87,7 @@ class ViaNumpy(Framework):
             )
 
     def arrays_of(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is to save of tensors, by name.
+        """The arrays to save, by name.
 
         Raises:
             ArgumentTypeError: no tensors by name.

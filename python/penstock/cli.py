@@ -276,7 +276,7 @@ def _inspect(args: argparse.Namespace) -> None:
 # load
 
 
-#: What `penstock load --help` says of each option: its value, and what it is for.
+#: The texts of `penstock load --help` for each option: its value, and its purpose.
 _OPTIONS = {
     "cache": ("WHAT", f"{', '.join(get_args(Cache))}: whether bytes from the disk stay in the page cache"),
     "copy": ("BOOL", "true: private copies; false: map files wherever that is possible"),

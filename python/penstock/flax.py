@@ -1,4 +1,4 @@
-"""What ``safetensors.flax`` has, on this engine: change the import, and nothing else.
+"""The functions of ``safetensors.flax``, on this engine: change the import, and nothing else.
 
 from penstock.flax import load_file, save_file
 """

@@ -1,4 +1,4 @@
-"""What ``safetensors.mlx`` has, on this engine: change the import, and nothing else.
+"""The functions of ``safetensors.mlx``, on this engine: change the import, and nothing else.
 
 from penstock.mlx import load_file, save_file
 """

@@ -1,4 +1,4 @@
-"""What ``safetensors.numpy`` has, on this engine: change the import, and nothing else.
+"""The functions of ``safetensors.numpy``, on this engine: change the import, and nothing else.
 
 from penstock.numpy import load_file, save_file
 """

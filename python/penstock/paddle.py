@@ -1,4 +1,4 @@
-"""What ``safetensors.paddle`` has, on this engine: change the import, and nothing else.
+"""The functions of ``safetensors.paddle``, on this engine: change the import, and nothing else.
 
 from penstock.paddle import load_file, save_file
 """

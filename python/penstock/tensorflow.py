@@ -1,4 +1,4 @@
-"""What ``safetensors.tensorflow`` has, on this engine: change the import, and nothing else.
+"""The functions of ``safetensors.tensorflow``, on this engine: change the import, and nothing else.
 
 from penstock.tensorflow import load_file, save_file
 """

@@ -1,4 +1,4 @@
-"""What ``safetensors.torch`` has, on this engine: change the import, and nothing else.
+"""The functions of ``safetensors.torch``, on this engine: change the import, and nothing else.
 
 from penstock.torch import load_file, save_file
 """

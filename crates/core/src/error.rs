@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{fmt, io};
 
-/// What kind of failure an [`Error`] is: the part a caller can match on.
+/// The kind of failure of an [`Error`]: the part a caller can match on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -64,7 +64,7 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// What an error expected or found.
+/// A value that was expected or found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
     /// A number: of bytes or of dimensions, as the message says.
@@ -98,7 +98,7 @@ struct Inner {
     range: Option<Range<u64>>,
     errno: Option<i32>,
     tensor: Option<String>,
-    /// What was expected, and what was found.
+    /// The expected value, and the found one.
     values: Option<(Value, Value)>,
     /// The status of a server's answer, and the server's name for the request.
     answer: Option<(u16, Option<String>)>,
@@ -227,7 +227,7 @@ impl Error {
         self
     }
 
-    /// What kind of failure this is.
+    /// The kind of this failure.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
@@ -252,7 +252,7 @@ impl Error {
         self.0.tensor.as_deref()
     }
 
-    /// What was expected, and what was found instead, if that can be said in a word.
+    /// The expected and the found value, if a word can say them.
     pub fn values(&self) -> Option<(&Value, &Value)> {
         self.0.values.as_ref().map(|(expected, found)| (expected, found))
     }
@@ -272,7 +272,7 @@ impl Error {
         self.0.peer.as_ref().map(|(rank, host)| (*rank, host.as_str()))
     }
 
-    /// What happened to that rank, without its number, where that was said apart.
+    /// The failure of that rank, without its number, if it was given apart.
     pub fn why(&self) -> Option<&str> {
         self.0.why.as_deref()
     }
@@ -282,7 +282,7 @@ impl Error {
         self.0.silence
     }
 
-    /// What happened and why, without file, range and cause.
+    /// The message: what happened and why, without file, range and cause.
     pub fn message(&self) -> &str {
         &self.0.message
     }

@@ -1,11 +1,11 @@
-//! What the kernel or a driver refused during a load or a save, and what was done instead.
+//! Refusals of the kernel or a driver during a load or a save, and their replacements.
 
-/// A lane that was refused, and what replaced it.
+/// One refusal, and its replacement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fallback {
-    /// What was refused, such as "io_uring" or "O_DIRECT".
+    /// The refused interface, such as "io_uring" or "O_DIRECT".
     pub from: &'static str,
-    /// What is used instead.
+    /// The replacement.
     pub to: &'static str,
     /// The reason: the file (if one is concerned), the system call and its errno.
     pub reason: String,

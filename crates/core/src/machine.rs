@@ -1,4 +1,4 @@
-//! What this process may use of the machine: the cores and the memory that affinity masks and control groups leave it.
+//! The cores and the memory that affinity masks and control groups leave to this process.
 
 use crate::options::PAGE;
 use std::fs;

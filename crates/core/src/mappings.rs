@@ -1,4 +1,4 @@
-//! What this process has mapped, and whether it may write there.
+//! The mappings of this process, and whether it may write to them.
 //!
 //! Tensors that a load fills come from other libraries. Their memory can be read-only, unmapped, or a mapping of a file
 //! that has become shorter. A write to such memory kills the process, so it is checked first. `/proc/self/maps` gives
@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::ops::Range;
 
-/// Why bytes cannot be written to.
+/// The reason that bytes cannot be written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -41,7 +41,7 @@ struct MapsLine {
     file: bool,
 }
 
-/// Which of these address ranges cannot be written to (by number), and why. No range may be empty.
+/// The address ranges that cannot be written to (by number), and the reasons. No range may be empty.
 ///
 /// If `/proc` cannot be read, nothing is known, and no range is returned.
 pub fn unwritable(spans: &[Range<u64>]) -> Vec<(usize, Refusal)> {
@@ -99,8 +99,8 @@ fn refused(spans: &[Range<u64>], which: &[usize]) -> Vec<(usize, Refusal)> {
     found
 }
 
-/// Which spans end in pages that their file no longer has. A file is cut at its end: if the last page of a mapping is
-/// there, all pages before it are there.
+/// The spans that end in pages which their file no longer has. A file is cut at its end: if the last page of a mapping
+/// is there, all pages before it are there.
 fn lost(mut in_files: Vec<(usize, u64, usize)>) -> Vec<usize> {
     in_files.sort_unstable();
     let mut found = Vec::new();

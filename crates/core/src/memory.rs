@@ -428,7 +428,7 @@ pub(crate) struct Arena {
     samples: Mutex<Samples>,
 }
 
-/// Which huge pages of an arena are timed.
+/// The choice of the huge pages of an arena that are timed.
 #[derive(Debug)]
 struct Samples {
     /// A huge page is slow if getting it takes so long or longer.
@@ -441,7 +441,7 @@ struct Samples {
     small: bool,
 }
 
-/// Of so many huge pages one is timed, as long as these are fast.
+/// One of this many huge pages is timed, as long as these are fast.
 const SAMPLED: u32 = 8;
 /// An arena gets small pages when this many of the timed huge pages more were slow than fast.
 const SLOW_SAMPLES: u32 = 2;

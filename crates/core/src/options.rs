@@ -99,7 +99,7 @@ pub enum Io {
     Threads,
 }
 
-/// What a load does to the page cache.
+/// The effect of a load on the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Cache {
     /// Keep what is mapped. Keep copies too if that costs nothing, judged by the memory left and the pace of the
@@ -124,13 +124,13 @@ pub enum Exchanging {
     Off,
 }
 
-/// Which of the ranks that load together read for each other.
+/// The ranks that read for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Scope {
     /// All of them.
     #[default]
     World,
-    /// Those of one machine. Each machine reads what its ranks want.
+    /// Ranks of one machine. Each machine reads all bytes that its ranks want.
     Node,
 }
 
@@ -252,7 +252,7 @@ pub enum Order {
 pub struct Options {
     /// How bytes travel.
     pub io: Io,
-    /// What the load does to the page cache.
+    /// The effect of the load on the page cache.
     pub cache: Cache,
     /// Most bytes of staging memory (slabs) for this process. At least two extents. A load takes less where less is left.
     pub staging: u64,
@@ -283,9 +283,9 @@ pub struct Options {
     pub stall_timeout: Duration,
     /// Whether ranks that load together exchange what several of them want.
     pub exchange: Exchanging,
-    /// Which of them do.
+    /// The ranks that do so.
     pub scope: Scope,
-    /// Of several ranks that load together: one that says nothing for this long is dead, and the load fails.
+    /// The longest silence of another rank. After it that rank is dead, and the load fails.
     pub peer_timeout: Duration,
     /// How long a rank waits for the others before a load.
     pub join_timeout: Duration,

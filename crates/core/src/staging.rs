@@ -132,16 +132,16 @@ impl Drop for Slab {
     }
 }
 
-/// What the ring holds, in bytes.
+/// The contents of the ring, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Staging {
-    /// Of all slabs there are.
+    /// Bytes of all slabs.
     pub mapped: u64,
-    /// Of slabs out on lease.
+    /// Bytes of slabs out on lease.
     pub in_use: u64,
-    /// Of slabs that something which hangs may still touch; see [`Lease::quarantine`] and [`Lease::set_apart`].
+    /// Bytes of slabs that a hanging call may still touch; see [`Lease::quarantine`] and [`Lease::set_apart`].
     pub quarantined: u64,
-    /// Of slabs registered with a GPU's driver, in use or not.
+    /// Bytes of slabs registered with a GPU's driver, in use or not.
     pub registered: u64,
     /// Most that was ever mapped at once.
     pub peak: u64,
@@ -297,7 +297,7 @@ impl Ring {
         Ok(Share { ring: self, id, slab: slab_bytes.max(1).next_multiple_of(unit), limit, wake, pinned: None })
     }
 
-    /// What there is now.
+    /// The contents now.
     pub fn staging(&self) -> Staging {
         let state = self.lock();
         let out = state.out.values().filter_map(|o| o.slab.upgrade());
@@ -415,7 +415,7 @@ pub struct Share {
     pinned: Option<Pinned>,
 }
 
-/// Of a share whose slabs are to be registered: with which driver, and how many bytes of such slabs are enough.
+/// The driver that registers this share's slabs, and how many bytes of such slabs are enough.
 #[derive(Debug, Clone, Copy)]
 struct Pinned {
     driver: u64,
@@ -592,8 +592,8 @@ impl Drop for Share {
     }
 }
 
-/// What is to be registered for a load before the pool is as large as it can use. Another load may use it as well. The load
-/// waits for registered slabs until this is dropped.
+/// The slabs to register for a load until the pool is as large as it can use. Another load may use them as well. The
+/// load waits for registered slabs until this is dropped.
 pub struct Growth {
     ring: &'static Ring,
     share: u64,
@@ -936,7 +936,7 @@ mod tests {
 
     const DRIVER: u64 = 1;
 
-    /// What the pinning thread does, as far as it comes.
+    /// The work of the pinning thread, as far as it gets.
     fn grow(growth: &Growth, most: usize) -> usize {
         let slabs = std::iter::from_fn(|| growth.next().unwrap());
         let register = |slab: Arc<Slab>| {

@@ -1,4 +1,4 @@
-//! What a load did and what it waited for.
+//! The report of a load: its work and its waits.
 
 use crate::engine::Wait;
 use crate::extent::{ByLane, Lane};
@@ -93,7 +93,7 @@ pub struct Unwanted {
     pub slack: u64,
     /// Between wanted ones, because skipping them would have cost more.
     pub gap: u64,
-    /// Those between wanted ones by the number of the tensor that they are in, or come behind. Tensors without any are left
+    /// Gap bytes by the number of the tensor that they are in, or come behind. Tensors without any are left
     /// out.
     pub of_tensors: BTreeMap<u32, u64>,
 }
@@ -107,7 +107,7 @@ impl Unwanted {
     }
 }
 
-/// What a rank has exchanged with those that it loads with.
+/// Bytes that a rank has exchanged with the others.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct AmongRanks {
     /// How many ranks, this one included.
@@ -116,14 +116,14 @@ pub struct AmongRanks {
     pub sent: u64,
     /// Wanted bytes that others have read and sent.
     pub received: u64,
-    /// What the ranks found out before they went on: seconds for a megabyte (1e6 bytes) of what several of them want, read by
-    /// each of them that wants it, and read by one and sent. `None` if they did not try.
+    /// The result of the trial: seconds for a megabyte (1e6 bytes) that several ranks want, read by each of these, and
+    /// read by one and sent. `None` if they did not try.
     pub tried: Option<[f64; 2]>,
     /// The first of the two again, when they looked last how long it takes; `None` if they did not look again.
     pub later: Option<f64>,
     /// Whether they exchange what several of them want. If they tried, what came before they settled on it does not count.
     pub exchanged: bool,
-    /// Why, if they did not try.
+    /// The reason, if they did not try.
     pub reason: &'static str,
 }
 
@@ -170,19 +170,19 @@ pub struct Report {
     pub peak_staging: u64,
     /// Routes that were refused, and what replaced them.
     pub fallbacks: Vec<Fallback>,
-    /// What the engine waited for, and for how long.
+    /// The waits of the engine, and how long they took.
     pub waits: Waits,
-    /// What was exchanged with other ranks; `None` for a load alone.
+    /// The exchange with other ranks; `None` for a load alone.
     pub exchange: Option<AmongRanks>,
-    /// What was exchanged with servers; `None` if no file is on one.
+    /// The exchange with servers; `None` if no file is on one.
     pub network: Option<Traffic>,
     /// The stage that limited the load: "source", or "network" if most of its bytes came from servers; "device", "staging",
     /// "consumer", "allocation", or "engine" if the engine hardly waited.
     pub bottleneck: &'static str,
-    /// What happens to the page cache: "keep", "bypass", or "fill" if cold bytes were read past it and it is filled
+    /// The use of the page cache: "keep", "bypass", or "fill" if cold bytes were read past it and it is filled
     /// after the load.
     pub cache: &'static str,
-    /// Why that was chosen.
+    /// The reason of that choice.
     pub cache_reason: String,
     /// The fill of the page cache, if `cache` is "fill".
     pub cache_fill: Option<CacheFill>,
@@ -215,7 +215,7 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// What was waited for in a load of these waits: who, reads and copies in flight, milliseconds.
+    /// The waits of a load with these waits: who, reads and copies in flight, milliseconds.
     fn waits(of: &[(Wait, usize, usize, u32)]) -> Waits {
         let mut tally = Tally::default();
         of.iter().for_each(|&(wait, reads, copies, ms)| tally.add(wait, reads, copies, ms * MS));

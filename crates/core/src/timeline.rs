@@ -1,4 +1,4 @@
-//! What happened in a load, and when. It is recorded if `Options::trace` names a file, and written there in the JSON
+//! The trace of a load, with times. It is recorded if `Options::trace` names a file, and written there in the JSON
 //! that Chrome (`about:tracing`) and Perfetto read.
 //!
 //! | track | what is in it |

@@ -1,4 +1,4 @@
-//! What this extension module was built from, and for which platform: for `penstock --version`.
+//! The build of this extension module, and its platform: for `penstock --version`.
 
 use crate::guard::{answer, Answer};
 use pyo3::prelude::*;

@@ -1,4 +1,4 @@
-//! What the machine allows: for the benchmark.
+//! Rates of the machine without a loader: for the benchmark.
 
 use crate::errors::{detached, raise};
 use crate::guard::{guarded, Listed};

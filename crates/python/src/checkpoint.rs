@@ -155,7 +155,7 @@ impl Checkpoint {
         answer(py, || self.file(file).map(|f| f.data_start))
     }
 
-    /// What tells the versions of the files apart, and whether it does so on every machine.
+    /// A number that tells the versions of the files apart, and whether it does so on every machine.
     fn identity<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, bool)> {
         answer(py, || Ok(self.0.identity()))
     }
@@ -191,7 +191,7 @@ impl Checkpoint {
         })
     }
 
-    /// What asking the server of a file for it takes.
+    /// The steps and times of a request to the server of a file.
     #[pyo3(signature = (file, times = 1))]
     fn look<'py>(&self, py: Python<'py>, file: usize, times: usize) -> Answer<'py, Bound<'py, PyDict>> {
         answer(py, || {

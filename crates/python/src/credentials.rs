@@ -20,7 +20,7 @@ pub(crate) fn of_callable(callable: &Bound<'_, PyAny>) -> CredentialSource {
     CredentialSource(Arc::new(Giver(From::Callable(callable.clone().unbind()))))
 }
 
-/// What asks botocore for the credentials of an AWS profile.
+/// A giver that asks botocore for the credentials of an AWS profile.
 pub(crate) fn of_profile(name: &str) -> Arc<dyn GivesCredentials> {
     Arc::new(Giver(From::Profile(name.to_owned(), Mutex::default())))
 }
@@ -86,7 +86,7 @@ impl Giver {
     }
 }
 
-/// What `penstock._credentials` says: the values, or an error and what led to it.
+/// The answer of `penstock._credentials`: the values, or an error and its cause.
 fn read(arguments: &Bound<'_, PyTuple>) -> PyResult<Told> {
     type Values = (Option<String>, Option<String>, Option<String>, Option<String>, Option<f64>);
     type Failure = (String, String, Option<(Py<PyAny>, String)>);

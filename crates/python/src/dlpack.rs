@@ -90,7 +90,7 @@ impl std::ops::DerefMut for Shape {
     }
 }
 
-/// What a capsule owns: the struct that its consumer sees, and the share in the block that keeps the bytes alive.
+/// The contents of a capsule: the struct that its consumer sees, and the share in the block that keeps the bytes alive.
 struct Owned<T> {
     managed: DLManagedTensor,
     shape: Shape,

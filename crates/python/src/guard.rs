@@ -18,7 +18,7 @@ use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
-/// What an entry point returns to Python if it answers with a `T`.
+/// The return type of an entry point that answers with a `T`.
 pub(crate) type Answer<'py, T> = PyResult<Bound<'py, <T as IntoPyObject<'py>>::Target>>;
 
 /// Does the work of an entry point. A panic in it becomes an `InternalError`.
@@ -82,7 +82,7 @@ pub(crate) fn letting_go(work: impl FnOnce()) {
     }
 }
 
-/// What a Python object owns.
+/// The Rust value that a Python object owns.
 pub(crate) struct Held<T>(ManuallyDrop<T>);
 
 impl<T> Held<T> {

@@ -413,7 +413,7 @@ fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
     ))
 }
 
-/// Why a dtype and shape do not suit the view, if they do not. They would read past the view, or the dimensions that
+/// The reason that a dtype and shape do not suit the view. They would read past the view, or the dimensions that
 /// are not empty have more elements than an i64 can count in bits. Only an empty tensor can have such dimensions. torch
 /// multiplies its strides until they overflow, and then frees the capsule twice (2.15).
 pub(crate) fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
@@ -442,7 +442,7 @@ pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec
     fallbacks.iter().map(one).collect()
 }
 
-/// Why ranks exchange what several of them want, or do not.
+/// The reason that ranks exchange shared bytes, or do not.
 fn why(exchange: &AmongRanks) -> String {
     let Some([alone, together]) = exchange.tried else { return exchange.reason.to_owned() };
     let rate = |pace: f64| 1.0 / pace.max(1e-9);

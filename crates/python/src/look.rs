@@ -1,4 +1,4 @@
-//! What asking servers takes: for `penstock doctor`.
+//! Requests to servers, step by step: for `penstock doctor`.
 
 use crate::errors::{detached, raise};
 use crate::guard::{answer, Answer};
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::time::Duration;
 
-/// What asking for the object at an address takes; None if no store has such addresses.
+/// The steps and times of a request for the object at an address; None if no store has such addresses.
 #[pyfunction]
 #[pyo3(signature = (address, times = 1, storage = None))]
 pub(crate) fn look<'py>(

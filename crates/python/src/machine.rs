@@ -1,4 +1,4 @@
-//! What the machine, a file and the GPUs offer: for the command line.
+//! Facts of the machine, a file and the GPUs: for the command line.
 
 use crate::errors::{detached, interruptibly};
 use crate::guard::{answer, Answer, Listed};
@@ -38,7 +38,7 @@ pub(crate) fn warm(py: Python<'_>, path: PathBuf, threads: usize, stall_timeout:
     })
 }
 
-/// What the machine and the file system of `path` offer: for `penstock doctor`.
+/// Facts of the machine and of the file system of `path`: for `penstock doctor`.
 #[pyfunction]
 pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDict>> {
     answer(py, || {
@@ -59,7 +59,7 @@ pub(crate) fn probe(py: Python<'_>, path: PathBuf) -> Answer<'_, Bound<'_, PyDic
     })
 }
 
-/// Which address ranges (first byte, past the last) cannot be written to, by number, and why.
+/// The address ranges (first byte, past the last) that cannot be written to, by number, and the reasons.
 #[pyfunction]
 pub(crate) fn unwritable(py: Python<'_>, spans: Listed<(u64, u64)>) -> Answer<'_, Vec<(usize, String)>> {
     answer(py, || {

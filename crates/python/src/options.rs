@@ -223,7 +223,7 @@ impl Options {
         })
     }
 
-    /// What pickles and copies it.
+    /// Support for `pickle` and `copy`.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         guarded(slf.py(), || {
             let py = slf.py();

@@ -1,4 +1,4 @@
-//! What is left in the process between loads: for `penstock.quiesce`.
+//! Things that loads leave in the process: for `penstock.quiesce`.
 
 use crate::errors::raise;
 use crate::guard::{answer, Answer};

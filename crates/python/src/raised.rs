@@ -6,7 +6,7 @@ use std::fmt;
 /// An exception of Python, as the cause of an error.
 pub(crate) struct Raised {
     pub(crate) exception: Py<PyAny>,
-    /// What the text of the error says of it.
+    /// The words for it in the text of the error.
     pub(crate) text: String,
 }
 

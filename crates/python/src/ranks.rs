@@ -22,7 +22,7 @@ use std::time::Duration;
 /// Bytes with which ranks find out whether to exchange what several of them want.
 const TRIED: u64 = 64 * MIB;
 
-/// What a rank shows the others: its number, a token, and a proof of the key in its environment, if there is one.
+/// The pass of a rank for the others: its number, a token, and a proof of the key in its environment, if it has one.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Pass(Held<CorePass>);
 
@@ -37,7 +37,7 @@ impl Pass {
         })
     }
 
-    /// What other ranks find out with whether they have the same key: a text that says nothing else. "" without a key.
+    /// A text by which other ranks see whether they have the same key. It says nothing else. "" without a key.
     fn mark<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
         answer(py, || {
             let CorePass { rank, token, key } = &*self.0;
@@ -65,7 +65,7 @@ pub(crate) struct Seat(Held<Mutex<Option<CoreSeat>>>);
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Mesh(Held<Mutex<Option<CoreMesh>>>);
 
-/// Who reads what of a checkpoint that several ranks load together.
+/// The reader of each byte of a checkpoint that several ranks load together.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Shares(pub(crate) Held<Arc<CoreShares>>);
 
@@ -423,7 +423,7 @@ pub(crate) fn missing_where_mappable<'py>(
 /// alone, sent, received).
 type Table = (Vec<[u64; 8]>, Vec<[u64; 4]>);
 
-/// What ranks that load together read, send and receive, and what they would read alone. `within_nodes`: only those of one node
+/// Bytes that ranks read, send and receive together, and would read alone. `within_nodes`: only ranks of one node
 /// read for each other. Opens no file.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, lists, of_rank, nodes, within_nodes = false))]
@@ -452,7 +452,7 @@ fn unpacked(lists: &Listed<PyBackedBytes>, tensors: u32) -> penstock::Result<Vec
     lists.0.iter().map(|list| packed::unpack(list, tensors)).collect()
 }
 
-/// What a rank wants, as bytes for the others.
+/// The wants of a rank, as bytes for the others.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, wants, regions = None))]
 pub(crate) fn pack_wants<'py>(

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What kind of value a setting has.
+/// The kind of value of a setting.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Number,
@@ -86,7 +86,7 @@ pub(crate) fn storage_settings(py: Python<'_>) -> Answer<'_, Vec<&'static str>> 
     answer(py, || Ok(names()))
 }
 
-/// What the settings are that have a default of their own, where nobody sets them.
+/// The defaults of the settings that have one of their own.
 #[pyfunction]
 pub(crate) fn storage_defaults(py: Python<'_>) -> Answer<'_, BTreeMap<&'static str, u64>> {
     answer(py, || {

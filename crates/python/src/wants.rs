@@ -1,4 +1,4 @@
-//! What is wanted of a checkpoint, as Python says it.
+//! The wants of a load, as Python gives them.
 
 use crate::guard::Listed;
 use penstock::plan::want::{AxisSlice, Want};
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 /// One (start, stop, step) per dimension, or None for the whole tensor.
 pub(crate) type Region = Option<Listed<(u64, u64, u64)>>;
 
-/// What is wanted: tensors by their numbers, whole or in part.
+/// The wants: tensors by their numbers, whole or in part.
 pub(crate) fn wants_of(
     core: &penstock::Checkpoint,
     wants: Option<Listed<u32>>,

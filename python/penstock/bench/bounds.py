@@ -1,4 +1,4 @@
-"""What the project promises of itself, each promise beside what a run of the benchmark found."""
+"""The promises of the project, each beside the finding of a benchmark run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TENTH = 1 / 1.1
 
 
 def bounds(rows: list[Row], judged: bool) -> list[Row]:
-    """What the project promises of itself, each with what was found."""
+    """The promises of the project, each with its finding."""
     table = {(row["checkpoint"], row["scenario"], row["contestant"]): row for row in rows if "median_s" in row}
     found: list[Row] = []
 

@@ -1,4 +1,4 @@
-"""What the machine allows: which measurements there are, and the settings that are tried for each.
+"""Rates of the machine: the measurements, and the settings that are tried for each.
 
 The settings that count are those that were the fastest on the files at hand.
 """
@@ -11,7 +11,7 @@ from .._ceiling import Settings
 
 MIB = 1 << 20
 
-#: What is measured of cold files, and what of files in the page cache.
+#: Measurements of cold files, and of files in the page cache.
 COLD, WARM = ("direct", "place", "populate"), ("copy", "fresh")
 
 

@@ -107,7 +107,7 @@ class Placed:
     folder: Path | None
     nbytes: int
     tensors: int
-    #: What is missing of the model that the layout is named after.
+    #: The parts of the named model that the layout lacks.
     cut: str | None = None
 
     @property

@@ -30,11 +30,11 @@ from .verification import CASTABLE, torch_dtype, touch, verify
 
 @dataclass(frozen=True)
 class Order:
-    """What a process is to load, as it travels on the first line that it hears."""
+    """The job of a process, as its first input line has it."""
 
     contestant: str
     device: str
-    #: What the contestant reads, and the folder that holds it all, if one does.
+    #: The files that the contestant reads, and the folder that holds all of them, if one does.
     files: list[str]
     folder: str | None
     #: The shards that the result is compared with.
@@ -62,7 +62,7 @@ def processor_time() -> float:
 
 
 def touched_parameters(files: list[Path], device: str) -> State:
-    """What a model has before its weights arrive: a tensor for each, its pages in use."""
+    """A model's tensors before its weights arrive, their pages in use."""
     import torch
 
     entries = reference.entries_of(files).values()

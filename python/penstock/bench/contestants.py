@@ -52,7 +52,7 @@ class Contestant:
     most_tensors: float = math.inf
     #: Takes part in this preset only.
     preset: str | None = None
-    #: Why it cannot run here, if so; asked after its module was imported.
+    #: The reason that it cannot run here, or None; asked after its module was imported.
     obstacle: Callable[[], str | None] = lambda: None
 
 

@@ -38,7 +38,7 @@ class GpuMemory:
         return text.value.decode()
 
     def name(self) -> str:
-        """What the GPU is called."""
+        """The name of the GPU."""
         text = ctypes.create_string_buffer(96)
         self._nvml.nvmlDeviceGetName(self._handle, text, ctypes.c_uint(96))
         return text.value.decode()

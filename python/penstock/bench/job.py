@@ -1,4 +1,4 @@
-"""What a contestant is given: which checkpoint it loads, to where."""
+"""The job of a contestant: which checkpoint it loads, to where."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = Mapping[str, Any] | Pairs
 
 @dataclass(frozen=True)
 class Job:
-    """What is loaded to where. `files` are the shards; `folder` holds them all, or is `None` if they are spread."""
+    """A load to make. `files` are the shards; `folder` holds them all, or is `None` if they are spread."""
 
     files: list[Path]
     folder: Path | None
@@ -23,7 +23,7 @@ class Job:
     parameters: State = field(default_factory=dict)
     #: Name of the dtype that floating-point tensors are wanted in, as in a header; `None`: as they are.
     dtype: str | None = None
-    #: What the contestant tells of its load besides, for the JSON: penstock's report and its seconds for opening.
+    #: Further facts of the contestant about its load, for the JSON: penstock's report and its seconds for opening.
     noted: dict[str, Any] = field(default_factory=dict)
     #: File for penstock's trace of the load.
     trace: str | None = None

@@ -1,4 +1,4 @@
-"""What the machine is that the figures belong to."""
+"""The machine that the figures belong to."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from typing import Any
 from .page_cache import fill, free_memory, is_full
 
 MAPPED, FREED = "mapped", "freed"
-#: What a predecessor leaves behind, for people.
+#: The state that a predecessor leaves behind, for people.
 STATES = {MAPPED: "memory in use before", FREED: "memory given back before"}
 
 

@@ -17,9 +17,9 @@ from typing import Any
 from .scenarios import BUCKET
 
 GIB = 2**30
-#: Of the free space of a folder, what the checkpoints of a preset may take together. Those of torch.load come on top.
+#: The share of a folder's free space for all checkpoints of a preset. Those of torch.load come on top.
 _SHARE_OF_DISK = 0.4
-#: Of the memory, what one checkpoint may take: it lies in the page cache and in private memory at once.
+#: The share of the memory for one checkpoint: it lies in the page cache and in private memory at once.
 _SHARE_OF_MEMORY = 0.35
 #: A quick run of a published table: most models, bytes of each, and seconds after which no further load begins.
 QUICK_MODELS, QUICK_BYTES, QUICK_SECONDS = 2, 0.1e9, 270

@@ -124,7 +124,7 @@ def judge(rows: list[Row], runs: list[Run], calibration: list[dict[str, Any]], o
 
 
 def seconds_per_byte(run: Run, stage: str) -> float | None:
-    """What a run tells of a ceiling's stage: one that was measured in turn, or the raw read right before a load."""
+    """The facts of a ceiling's stage: one that was measured in turn, or the raw read right before a load."""
     if run["contestant"] == f"ceiling: {stage}" and run.get("bytes"):
         return float(run["seconds"] / run["bytes"])
     if stage == "direct" and "raw_s" in run and run.get("bytes") and run["kind"] != "ceiling":
@@ -143,7 +143,7 @@ def alone(run: Run) -> float:
 
 
 def together(runs: list[Run]) -> Run:
-    """What processes that loaded at the same time found, as one: the slowest one's seconds, all of their work."""
+    """The findings of processes that loaded at the same time, as one: the slowest one's seconds, all of their work."""
     if len(runs) == 1:
         return runs[0]
     slowest = max(runs, key=lambda run: run["load_s"] + run.get("touch_s", 0.0))

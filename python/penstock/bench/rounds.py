@@ -153,7 +153,7 @@ class Bench:
     # What is compared
 
     def entrants(self, scenario: Scenario, checkpoint: str) -> list[Contestant]:
-        """Who can be compared in a scenario: those that are there, as far as is known."""
+        """The contestants of a scenario: those that are installed, as far as is known."""
         settings, kind = self.settings, self.settings.device.partition(":")[0]
         return [
             one
@@ -335,7 +335,7 @@ class Bench:
         return told | {"ceiling": f"16 connections, {client}"} | self.served_since(before)
 
     def served_since(self, before: dict[str, int]) -> Run:
-        """What the web server has done since then."""
+        """The work of the web server since then."""
         if self._served is None:
             return {}
         now = self._served.counts()
@@ -440,7 +440,7 @@ class Bench:
         )
 
     def files_of(self, contestant: Contestant, paths: list[str]) -> list[str]:
-        """What a contestant reads: the checkpoint, or files made from it by a process that imports what that takes."""
+        """The files of a contestant: the checkpoint, or files made from it by a process with the needed imports."""
         if contestant.files is None:
             return paths
         key = (str(contestant.files), "\n".join(paths))

@@ -1,4 +1,4 @@
-"""What is in the page cache before a load, what is loaded to where, and what else the machine does meanwhile.
+"""Scenarios: the page cache before a load, the load itself, and other work of the machine meanwhile.
 
 | scenario | page cache before | what is loaded |
 |---|---|---|
@@ -33,13 +33,13 @@ class Scenario:
     name: str
     #: The page cache before a load: `empty`, `full`, `half`, or `left` as an earlier load left it.
     cache: str
-    #: Whom it compares: see `contestants.Contestant`.
+    #: The contestants that it compares: see `contestants.Contestant`.
     semantics: tuple[str, ...] = ("any", "private")
     #: Loads of one process. The first is timed apart from the others.
     loads: int = 1
     #: Processes that load at the same time.
     processes: int = 1
-    #: What a neighbour hammers meanwhile: `memory` or `disk`.
+    #: The target of a neighbour's work meanwhile: `memory` or `disk`.
     neighbour: str | None = None
     #: Whether the process is held in a control group with little memory.
     limited: bool = False
@@ -59,7 +59,7 @@ class Scenario:
 
     @property
     def state(self) -> str | None:
-        """What the predecessor leaves behind, where there is one."""
+        """The state that the predecessor leaves behind, if there is one."""
         return STATES[self.predecessor] if self.from_disk else None
 
 
@@ -89,7 +89,7 @@ SCENARIOS: dict[str, Scenario] = {
 COLD = ("cold", "cold-freed")
 #: From a web server.
 BUCKET = ("bucket", "bucket-tls")
-#: What is compared of every checkpoint.
+#: The scenarios of every checkpoint.
 CORE = (*COLD, "warm", "private", "load_into")
 
 
@@ -107,7 +107,7 @@ def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
 
 
 def ceilings(scenario: Scenario, semantics: str, on_gpu: bool) -> tuple[tuple[str, ...], ...]:
-    """What bounds a load: the ways its bytes can go, each with its stages. The slowest stage of the fastest way counts.
+    """The limits of a load: the ways of its bytes, each with its stages. The slowest stage of the fastest way counts.
 
     None where nothing has to move (zero copy), or where what moves is up to the loader.
     """

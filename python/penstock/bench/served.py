@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-#: What the server's folder is called in addresses of S3.
+#: The name of the server's folder in addresses of S3.
 BUCKET = "models"
 #: Clients that make no tensors: the ceiling, into new memory and into memory whose pages are in use, and Go's.
 CLIENTS = ("loop", "loop touched", "go")
@@ -149,7 +149,7 @@ class Served:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What programs have to find in their environment, to trust the server and to take it for S3."""
+        """The environment for programs that trust the server and take it for S3."""
         found = {
             "AWS_ENDPOINT_URL": self.origin,
             "AWS_ACCESS_KEY_ID": "none",
@@ -163,7 +163,7 @@ class Served:
         return found
 
     def counts(self) -> dict[str, int]:
-        """What the server has done so far: connections, requests, bytes of bodies, stalled and refused answers."""
+        """The counts of the server so far: connections, requests, bytes of bodies, stalled and refused answers."""
         import ssl
 
         context = ssl.create_default_context(cafile=str(self._authority)) if self._tls else None

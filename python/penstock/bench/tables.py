@@ -33,7 +33,7 @@ _COLUMNS: list[Column] = [
     ("connections", lambda row: str(row["served_connections"])),
     ("loads", lambda row: str(row["loads"])),
 ]
-#: What leads in a table that is ranked by the load alone, and in one that is ranked by the last byte touched: there a
+#: The first columns of a table that is ranked by the load alone, or by the last byte touched: there a
 #: ceiling, which touches nothing, stands beside the load alone.
 _ALONE: list[Column] = [("median s", lambda row: f"{row['median_s']:.3f}")]
 _TOUCHED: list[Column] = [
@@ -144,7 +144,7 @@ def print_results(result: dict[str, Any]) -> None:
 
 
 def _print_quick(result: dict[str, Any]) -> None:
-    """What a quick run shows: what each loader loaded, and whether every byte is right. No times, hence no ranking."""
+    """The table of a quick run: each loader's load, and whether every byte is right. No times, hence no ranking."""
     print("\nA quick run is too small to be judged: it shows that everything works, and ranks no loader.")
     for (checkpoint, scenario), rows in _in_turn(result["rows"]).items():
         print(f"\n{checkpoint}, {scenario}")

@@ -1,4 +1,4 @@
-"""What a load left behind: every page touched, every byte compared with the files."""
+"""Checks of a load's result: every page touched, every byte compared with the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fastsafetensors says of one file without loading it: `SafeTensorsMetadata`."""
+"""The header of one file, as fastsafetensors reads it without a load: `SafeTensorsMetadata`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._fastsafetensors_types import DType, TensorFrame
 _LARGEST = 100_000_000
 """Most bytes of a header, in safetensors and in the original."""
 _ALIGN = 16
-"""What the original aligns tensors to on a GPU."""
+"""The alignment of tensors on a GPU in the original."""
 
 
 class SafeTensorsMetadata:

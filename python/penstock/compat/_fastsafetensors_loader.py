@@ -43,7 +43,7 @@ class SingleGroup:
         return 1
 
     def rank(self) -> int:
-        """Of number 0."""
+        """The rank of this process, 0."""
         return 0
 
 
@@ -165,7 +165,7 @@ class SafeTensorsFileLoader:
 
     @property
     def frames(self) -> dict[str, TensorFrame]:
-        """What the headers say of each tensor, filtered or not; made anew each time."""
+        """The headers' entry of each tensor, filtered or not; made anew each time."""
         frames: dict[str, TensorFrame] = {}
         starts: dict[str, int] = {}
         for name, path in self._file_of.items():

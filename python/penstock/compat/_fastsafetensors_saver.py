@@ -50,7 +50,7 @@ ShardMetadataFn = Callable[[Sequence[WriteEntry]], Mapping[str, str]]
 
 
 def plain_entry(name: str, tensor: Any, *, framework: str = "pytorch") -> WriteEntry:
-    """What there is to say of a torch tensor, or of one in a `TorchTensor`."""
+    """The entry of a torch tensor, or of one in a `TorchTensor`."""
     check_framework(framework)
     wrapped = tensor if isinstance(tensor, TorchTensor) else TorchTensor.of(tensor)
     return WriteEntry(name, wrapped.dtype, wrapped.get_shape(), wrapped.get_nbytes(), tensor)
@@ -191,7 +191,7 @@ def save_sharded(
         _check_metadata(more)
         place = {_INDEX: str(number), _COUNT: str(num_shards), _SET: mark}
         if not place.keys().isdisjoint(more):
-            raise InvalidError(f"metadata: {', '.join(place.keys() & more.keys())}: what tells the shards apart")
+            raise InvalidError(f"metadata: {', '.join(place.keys() & more.keys())}: these keys tell the shards apart")
         headers.append({**(metadata or {}), **((shard0_metadata or {}) if number == 0 else {}), **place, **more})
     folder = Path(base).parent.absolute()
     folder.mkdir(parents=True, exist_ok=True)

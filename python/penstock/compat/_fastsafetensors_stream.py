@@ -122,7 +122,7 @@ class ParallelLoader:
         return self._checkpoint
 
     def _spare(self, budget: int, kept: Callable[[str], bool]) -> int:
-        """What the budget leaves for reading ahead once what is kept, and the largest of the rest, is on the device."""
+        """The part of the budget that is left for reading ahead, beside the kept tensors and the largest other one."""
         resident, passing = 0, 0
         if self._files:
             checkpoint = self._opened()
@@ -134,7 +134,7 @@ class ParallelLoader:
                     passing = max(passing, nbytes)
         if resident + passing > budget:
             raise BudgetInfeasibleError(
-                f"device_memory_budget={budget}: what is kept has {resident} bytes, the largest other tensor {passing}"
+                f"device_memory_budget={budget}: kept tensors have {resident} bytes, the largest other one {passing}"
             )
         return budget - resident - passing
 
@@ -162,7 +162,7 @@ class ParallelLoader:
 
 @dataclass
 class LoaderConfig:
-    """What an `AutoLoader` is told by a file. Fields that mean nothing here are kept and ignored."""
+    """The configuration file of an `AutoLoader`. Fields that mean nothing here are kept and ignored."""
 
     loader: str = "base"
     framework: str = "pytorch"
@@ -198,7 +198,7 @@ class LoaderConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoaderConfig:
-        """Of a mapping as the file holds it: the groups "parallel" and "debug" are taken apart, others are sections."""
+        """A configuration from a mapping: the groups "parallel" and "debug" are taken apart, others are sections."""
         flat: dict[str, Any] = {}
         sections: dict[str, dict[str, Any]] = {}
         for name, value in data.items():
@@ -211,7 +211,7 @@ class LoaderConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> LoaderConfig:
-        """Of a JSON file."""
+        """A configuration from a JSON file."""
         local_path(path, "path")
         try:
             data = json.loads(Path(path).read_text())

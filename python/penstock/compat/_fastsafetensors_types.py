@@ -91,7 +91,7 @@ def get_device_numa_node(device: int | None) -> int | None:
 
 
 def device_for(device: Any) -> Any:
-    """What penstock takes as a device, of a `Device` or what torch takes."""
+    """The device for penstock, from a `Device` or a device of torch."""
     return device.as_str() if isinstance(device, Device) else device
 
 
@@ -127,7 +127,7 @@ def converted(tensor: Any, device: Any, dtype: Any, name: str) -> Any:
 
 
 class TensorFrame(NamedTuple):
-    """What a file's header says of one tensor."""
+    """The header's entry of one tensor."""
 
     dtype: DType
     shape: list[int]

@@ -1,4 +1,4 @@
-"""Which of the backends that a caller of the InstantTensor interface asks for can be used: tried in order."""
+"""The choice among the backends that a caller of the InstantTensor interface asks for: tried in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Choice = Backend | BackendPolicy
 
 
 class _Route(NamedTuple):
-    """What a backend stands for here, and what it needs."""
+    """The meaning of a backend here, and its needs."""
 
     io: str
     interface: str | None = None
@@ -43,7 +43,7 @@ class _Route(NamedTuple):
     direct: bool = False
     """Whether the file system must take O_DIRECT."""
     missing: str | None = None
-    """Why Penstock cannot take this route on any machine."""
+    """The reason that Penstock cannot take this route on any machine."""
 
 
 _ROUTES: dict[Backend, _Route] = {
@@ -117,16 +117,16 @@ def io_for(asked: Sequence[Backend], files: Sequence[str], mapped: bool) -> str 
 
 
 class _Disk(NamedTuple):
-    """What one file system offers."""
+    """The facts of one file system."""
 
     path: str
     facts: dict[str, Any]
     refusal: str | None
-    """Why a file on it cannot be opened with O_DIRECT."""
+    """The reason that a file on it cannot be opened with O_DIRECT."""
 
 
 class _Here:
-    """What the kernel and the file systems of some files offer. Asked for once, and only if a backend needs it."""
+    """The facts of the kernel and of the file systems of some files. Asked for once, and only if a backend needs it."""
 
     def __init__(self, files: Sequence[str]) -> None:
         self._files = files
@@ -153,7 +153,7 @@ class _Here:
         return disks
 
     def obstacle(self, route: _Route) -> str | None:
-        """Why this route cannot be taken, or None."""
+        """The reason that this route cannot be taken, or None."""
         if route.interface is not None and (refusal := self._disks[0].facts[route.interface]) is not None:
             return str(refusal)
         for disk in self._disks if route.direct else ():

@@ -63,7 +63,7 @@ def ranks_of(group: Any, argument: str) -> Ranks | None:
 
 @contextmanager
 def told(company: Company | None) -> Iterator[None]:
-    """What is raised in it is told to the other ranks, which wait for this one in the next load."""
+    """Tells errors that are raised in it to the other ranks, which wait for this one in the next load."""
     try:
         yield
     except BaseException as error:

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 class Recording(Protocol):
-    """Who is told of the copies, and reads what cannot wait."""
+    """The receiver of copies. It also reads tensors that cannot wait."""
 
     def copied(self, to: torch.Tensor, source: Deferred) -> bool:
         """Takes a copy of ``source`` to real memory. False: it has to be made at once."""
@@ -67,7 +67,7 @@ _realising = threading.RLock()
 
 
 class Root:
-    """What several deferred tensors are views of."""
+    """The tensor that several deferred tensors are views of."""
 
     __slots__ = ("dtype", "index", "parent", "part", "real", "recording", "shape")
 
@@ -158,7 +158,7 @@ class Planned(NamedTuple):
     """A copy of a deferred tensor that can be made later."""
 
     tensor: Root
-    """What it is a copy of a part of."""
+    """The tensor that it is a copy of a part of."""
     cut: tuple[slice, ...]
     """The part."""
     box: Box
@@ -223,9 +223,9 @@ def arranged(to: torch.Tensor, box: Box) -> torch.Tensor:
 
 #: Views by another name, which differ from a view only in what autograd makes of them.
 _ALIASES = {aten._unsafe_view.default, aten.lift_fresh.default}
-#: What makes a copy that may wait.
+#: Operations that make a copy that may wait.
 _COPIES = {aten.clone.default, aten._to_copy.default}
-#: What takes nothing of a tensor except its shape, strides, dtype and device.
+#: Operations that need nothing of a tensor except its shape, strides, dtype and device.
 _LIKE = {
     getattr(aten, name).default
     for name in (
@@ -271,7 +271,7 @@ class Deferred(torch.Tensor):
         return f"Deferred({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def steps(self, to: torch.Tensor) -> list[Step]:
-        """Of a copy of this to a tensor of the same shape."""
+        """The steps of a copy of this to a tensor of the same shape."""
         found = zip(self._twin.size(), self._twin.stride(), to.stride(), strict=True)
         return [(n, own, step) for n, own, step in found if n > 1]
 
@@ -386,7 +386,7 @@ def _copy_of(func: Any, first: Deferred, kwargs: dict[str, Any]) -> Deferred | N
 
 @cache
 def _writes(func: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Which arguments an operation writes to: their positions, and their names."""
+    """The arguments that an operation writes to: their positions, and their names."""
     positions, names = set(), set()
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -466,7 +466,7 @@ def with_memory(source: Deferred) -> torch.Tensor:
     return made.copy_(source.detach())
 
 
-#: What does not reach `__torch_dispatch__` and reads elements.
+#: Methods that read elements and do not reach `__torch_dispatch__`.
 _READS = ("tolist", "__format__")
 #: And what shows memory, which may then be written to.
 _SHOWS = (
@@ -482,7 +482,7 @@ _SHOWS = (
     "is_shared",
     "pin_memory",
 )
-#: What is called in place of them.
+#: The functions that are called in place of them.
 _NOT_DISPATCHED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
     **{getattr(torch.Tensor, name): _with_real(getattr(torch.Tensor, name), Deferred.value) for name in _READS},

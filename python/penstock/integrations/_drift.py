@@ -22,7 +22,7 @@ from ._known import Engine, Hook
 __all__ = ["difference", "is_tested", "once_per_process", "tested", "version_of", "way_out", "warn_untested"]
 
 _logger = logging.getLogger("penstock")
-#: What has been said. Processes that this one starts inherit it: an engine's ranks need not say it again.
+#: Messages that were given. Processes that this one starts inherit them: an engine's ranks need not repeat them.
 _SAID = "_PENSTOCK_SAID"
 
 
@@ -50,12 +50,12 @@ def tested(engine: Engine) -> str:
 
 
 def way_out(engine: Engine) -> str:
-    """What else the user can do, as a main clause."""
+    """Advice to the user, as a main clause."""
     return f"install a release that Penstock was tested with ({tested(engine)})"
 
 
 def difference(engine: Engine) -> str | None:
-    """Which places of the engine have another form than the one that is known; None if there are none.
+    """The places of the engine that differ from the known form; None if there are none.
 
     Imports the modules that the places are in.
     """
@@ -73,7 +73,7 @@ def difference(engine: Engine) -> str | None:
 
 
 def _other_form(hook: Hook) -> str | None:
-    """What is different about a place."""
+    """The difference of a place from its known form."""
     module, _, name = hook.place.partition(":")
     shown = f"{name} of {module}"
     try:

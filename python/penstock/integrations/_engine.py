@@ -1,4 +1,4 @@
-"""What the plugins for engines share: the options that they take, and the loads of one start-up or of one reload."""
+"""The common parts of the plugins for engines: their options, and the loads of one start-up or of one reload."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ When = Literal["auto", "on", "off"]
 
 
 class Settings(NamedTuple):
-    """What the user gave the engine for its loader."""
+    """The options that the user gave the engine for its loader."""
 
     options: Options
     weights: str | Mapping[str, str] | None
     """The other place for the weights of the model, or of models by their paths."""
     storage: Storage | None
     files: Files = "model"
-    """Which of the weights of a model are meant that lie beside each other."""
+    """The set of weights to load, if a model has several side by side."""
     strict: bool = True
     """Whether a load of the engine's own is an error."""
     mapped: When = "auto"
@@ -71,7 +71,7 @@ class Settings(NamedTuple):
 
     @property
     def engine_format(self) -> str:
-        """What engines call the format of these files."""
+        """The engines' name for the format of these files."""
         return "mistral" if self.files == "consolidated" else "safetensors"
 
     def place_of(self, model: str) -> str:
@@ -131,7 +131,7 @@ class Chosen(NamedTuple):
 
     files: Sequence[str]
     remote: RemoteWeights | None = None
-    """What they stand for, if they do."""
+    """The weights on a server that these stand for, or None."""
 
     def opened(self, keep: Callable[[str], bool] | None) -> tuple[Checkpoint, Callable[[str], bool] | None]:
         """The checkpoint, and which of its tensors are meant."""
@@ -163,7 +163,7 @@ _STOPPED = "the model's own loader has stopped before it had all tensors; the lo
 
 
 def _not_recorded() -> dict[str, Any]:
-    """What the report of a recorded load has besides, for one in which nothing was recorded."""
+    """The further keys of a recorded load's report, for a load in which nothing was recorded."""
     return {"loads": 1, "copies": 0, "materialised": {}, "materialised_bytes": 0, "copied_through": []}
 
 
@@ -172,23 +172,23 @@ class Loads:
 
     def __init__(self, device: torch.device, options: Options | None, mark: str | None = None) -> None:
         self.engine, self.strict = "the engine", True
-        """Whose load this is, and whether a load of its own is an error."""
+        """The engine of this load, and whether a load in the engine's own way is an error."""
         self.recorders: list[Recorder] = []
         self.fallbacks: list[str] = []
-        """Why the engine's own way was taken, for each place where it was."""
+        """The reasons that the engine's own way was taken, one for each place."""
         self.options = options
         self.group: Any = None
         """The ranks that load together, if they do: each makes one load of each place with the others."""
         self.mapped: When | None = None
         """When tensors are given as mapped files; None: never, as in an engine that must know what is overwritten."""
         self.given: list[Mapped] = []
-        """Those that were."""
+        """The checkpoints that were mapped."""
         self.why = ""
-        """Why others were not."""
+        """The reason that others were not."""
         self._read: list[tuple[Report, str]] = []
-        """Of those that were read because others before them were mapped, and why they were not."""
+        """Reports of checkpoints that were not mapped though others before them were, with the reasons."""
         self.seen: Seen = NOTHING
-        """What operators see of them: one event."""
+        """The operation of these loads: one event."""
         self.device = device
         self._mark = mark
         self._company = ExitStack()
@@ -223,7 +223,7 @@ class Loads:
     def reloading(
         self, ranks: Callable[[], Any], chosen: Chosen, keep: Callable[[str], bool] | None
     ) -> Recorder | None:
-        """What records a reload of these files, by these ranks; None if they cannot be deferred.
+        """The recorder for a reload of these files, by these ranks; None if they cannot be deferred.
 
         Raises:
             MissingDtypeError: torch has no such dtype.
@@ -367,7 +367,7 @@ class Loads:
         close_all(self.given)
 
     def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What the engine's own way gives. The reason goes into the reports.
+        """The tensors of the engine's own way. The reason goes into the reports.
 
         Raises:
             UnsupportedError: the user has not accepted the engine's own way, or it cannot read the files.
@@ -466,7 +466,7 @@ class Loads:
         return reports
 
     def cuts(self) -> Cuts | None:
-        """What was copied, for reloads; None if that is not known."""
+        """The copied parts, for reloads; None if they are not known."""
         if self.given:
             return None
         return cuts_of(part for recorder in self.recorders for part in recorder.layout)

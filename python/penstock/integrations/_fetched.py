@@ -55,7 +55,7 @@ class _Place(NamedTuple):
     """Where a model is."""
 
     weights: str
-    """What to open. On the Hub it names a commit, which is then the same for all ranks."""
+    """The source to open. On the Hub it names a commit, which is then the same for all ranks."""
     names: Names
     read: Read
 
@@ -234,7 +234,7 @@ def _fill(folder: str, files: Mapping[str, bytes]) -> None:
 
 
 def _process(number: int | str = "self") -> str:
-    """What tells a process apart: its number, when it began, and where its number counts."""
+    """The identity of a process: its number, its start time, and the namespace of its number."""
     began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{os.getpid() if number == 'self' else number} {began} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -295,7 +295,7 @@ def remove_all() -> None:
 
 
 def with_weights(given: Mapping[str, Any], fetched: Sequence[Fetched]) -> dict[str, Any]:
-    """What the user gave the engine for its loader, and where the weights of these models are.
+    """The user's options for the engine's loader, with the places of these models' weights.
 
     Raises:
         InvalidError: that names another place for the weights.

@@ -6,12 +6,12 @@ from typing import Any
 
 from .._errors import UnsupportedError
 
-#: What an engine quantises or unpacks in a loader of its own, which has a load format of this name.
+#: Quantisations for which an engine has a loader of its own, with a load format of this name.
 _OWN_LOADERS = frozenset({"bitsandbytes", "gguf"})
-#: What SGLang quantises tensor by tensor, in the functions that copy them into parameters. Its kernels read memory that
+#: Quantisations that SGLang makes while it copies tensors into parameters. Its kernels read memory that
 #: torch's dispatcher does not see.
 _WHILE_LOADING = frozenset({"nvfp4_online", "quark_int4fp8_moe", "quark_mxfp4"})
-#: What SGLang quantises in a model of another library, if the checkpoint is not quantised.
+#: Quantisations that SGLang leaves to another library's model, if the checkpoint is not quantised.
 _OTHER_LIBRARIES = {
     "auto-round-int8": "auto-round",
     "modelopt": "ModelOpt",
@@ -35,7 +35,7 @@ def refuse_own_loader(engine: str, model_config: Any) -> None:
 
 
 def quantised_by_sglang_while_loaded(model_config: Any) -> str:
-    """Why SGLang has to load a model in its own way; "" if it need not."""
+    """The reason that SGLang has to load a model in its own way; "" if it need not."""
     name = getattr(model_config, "quantization", None)
     if name in _WHILE_LOADING or (name == "modelopt_fp4" and not _has_fp4(model_config)):
         return f"quantization {name} changes weights while they are copied"

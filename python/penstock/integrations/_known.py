@@ -1,4 +1,4 @@
-"""What Penstock knows of the serving engines: the releases it was tested with, and the places that it hooks into.
+"""The serving engines: the releases that Penstock was tested with, and the places that it hooks into.
 
 This is the one list of both. `_drift` compares an engine with it at each start. `make engines-versions` runs the tests
 with each release, and `docs/engines.md` shows what they passed.
@@ -21,7 +21,7 @@ class Hook(NamedTuple):
     calls: tuple[str, ...] = ()
     """Names that its code has to use, because Penstock replaces what stands behind them."""
     fields: tuple[str, ...] = ()
-    """Of a dataclass: the fields that Penstock reads or changes."""
+    """The fields of a dataclass that Penstock reads or changes."""
     since: tuple[int, ...] = ()
     """The first minor release that has it. Earlier ones do without, and so does Penstock."""
 
@@ -32,7 +32,7 @@ class Engine(NamedTuple):
     name: str
     """As users write it."""
     module: str
-    """What is imported. It says its version."""
+    """The package to import. It has the version."""
     digits: int
     """How many numbers of a version make a minor release: a release with another one may change any place."""
     tested: tuple[str, ...]

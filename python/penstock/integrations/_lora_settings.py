@@ -13,7 +13,7 @@ from .._paths import is_web, without_secrets
 from .._save import size_of
 
 PREFIX = "PENSTOCK_LORA_PREFIX"
-"""What all adapters are below: a folder, or an address. Without it there is no resolver."""
+"""The place of all adapters: a folder, or an address. Without it there is no resolver."""
 BASES = "PENSTOCK_LORA_BASES"
 """Names of base models, separated by commas, that adapters may name, besides the one that is served. ``*``: any."""
 MOST_BYTES = "PENSTOCK_LORA_MOST_BYTES"
@@ -36,7 +36,7 @@ _LONGEST_NAME = 200
 
 
 class LoraSettings(NamedTuple):
-    """What the environment says."""
+    """The settings in the environment."""
 
     prefix: str
     """Without a slash at its end."""
@@ -69,7 +69,7 @@ class LoraSettings(NamedTuple):
 
 
 def lora_settings(environment: Mapping[str, str] | None = None) -> LoraSettings | None:
-    """What the environment (by default that of the process) says; None if it names no prefix.
+    """The settings of an environment (by default that of the process); None if it names no prefix.
 
     Raises:
         InvalidError: a variable has an impossible value, or is not known.

@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_core.Leased.abandon_all)
 
 
 def forced(options: Options) -> str:
-    """Why these options leave no choice; "" if they do."""
+    """The reason that these options leave no choice; "" if they do."""
     if options.exchange == "on":
         return 'exchange="on" was asked for'
     if options.cache != "auto":
@@ -104,7 +104,7 @@ class Mapped:
         self._owner = os.getpid()
         self._given = 0
         self._broken = ""
-        """Why the rest was read."""
+        """The reason that the rest was read."""
         self._read: Report | None = None
         self._ended: float | None = None
         self._names = [name for name in checkpoint if keep is None or keep(name)]
@@ -138,7 +138,7 @@ class Mapped:
         self.leased = leased
 
     def _not_here(self, always: bool) -> str:
-        """Why the files are better read, by what is known of them; "" if they are not."""
+        """The reason that reading the files is better, as far as is known; "" if it is not."""
         core = self.checkpoint._core
         wants = [core.index(name) for name in self._names]
         if not wants:
@@ -213,7 +213,7 @@ class Mapped:
         self._read = self.checkpoint.last_report
 
     def report(self) -> Report:
-        """Of the load: its ``seconds`` contain what the engine did between two tensors."""
+        """The report of the load. Its ``seconds`` contain the engine's work between two tensors."""
         found = report_of(self._load.report(), self.checkpoint._core)
         if self._broken:
             tensors, nbytes = found["tensors"], found["nbytes"]

@@ -10,7 +10,7 @@ from .._errors import PenstockError, UnsupportedError
 from .._pickles import SUFFIXES, is_state
 
 _FOUND_NONE = "any model weights"
-"""What both engines say then."""
+"""The message of both engines if a model has no weights that they read."""
 
 
 def _pickles_in(place: str) -> list[str]:

@@ -30,7 +30,7 @@ def pins_of(checkpoint: Checkpoint) -> bytes:
 
 
 def pinned_in(folder: Any) -> Mapping[str, str] | None:
-    """What the process has pinned that made this folder; None if it is no such folder."""
+    """The pins of the process that made this folder; None if it is no such folder."""
     with suppress(OSError, ValueError, TypeError):
         found: Mapping[str, str] = json.loads(Path(folder, PINS).read_bytes())
         return found

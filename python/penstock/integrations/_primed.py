@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PRIMED: Any = None
-"""What such a generator yields first, to nobody, when it holds what it holds."""
+"""The first value of such a generator. It is dropped: at that point the generator holds its resources."""
 
 
 def primed(generator: Iterator[Any]) -> Iterator[Any]:

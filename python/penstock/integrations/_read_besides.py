@@ -15,7 +15,7 @@ _NOT_ASKED_FOR = "asked for"
 
 
 def read_besides(report: Report) -> str | None:
-    """What to say of a load whose rank read or received much more than it wanted; None: nothing."""
+    """The message for a load whose rank read or received much more than it wanted; None: no message."""
     exchange: dict[str, Any] | None = report.get("exchange")
     if exchange is None or exchange["choice"] == "on":
         return None  # one rank alone, or each byte once
@@ -27,7 +27,7 @@ def read_besides(report: Report) -> str | None:
     times = f"{read / max(wanted, 1):.1f} times as many"
     said = (
         f"{size_text(read)} were read for {size_text(wanted)} that this rank wants, {times}: "
-        "row-parallel weights are cut along their rows, and what lies between the pieces is read with them"
+        "row-parallel weights are cut along their rows, and the bytes between the pieces are read too"
     )
     if exchange["reason"] != _NOT_ASKED_FOR:
         return f"{said}. Each rank reads for itself: {exchange['reason']}"

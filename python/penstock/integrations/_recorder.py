@@ -82,7 +82,7 @@ class _Outstanding:
         self.count += 1
 
     def meeting(self, storage: int, begin: int, end: int) -> list[_Copy]:
-        """Those whose span meets these addresses."""
+        """The entries whose span meets these addresses."""
         found = self._by_storage.get(storage)
         if found is None:
             return []
@@ -120,7 +120,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _real_tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments of an operation, in its lists too."""
+    """The real tensors among the arguments of an operation, in its lists too."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, Deferred):
@@ -140,7 +140,7 @@ def _onto_itself(func: Any, args: tuple[Any, ...]) -> bool:
     return kinds[0] == kinds[1]
 
 
-#: What copies a tensor into another one: `Recording.copied` is told of it.
+#: Operations that copy a tensor into another one: `Recording.copied` gets them.
 _GIVES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor)
 
 
@@ -175,7 +175,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-#: What reads a tensor's bytes and never reaches the dispatcher.
+#: Methods that read a tensor's bytes and never reach the dispatcher.
 _READ_DIRECTLY = frozenset(getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__"))
 
 
@@ -513,7 +513,7 @@ class Recorder:
 
 
 def layer_of(name: str) -> tuple[Any, ...]:
-    """What sorts names by layer: numbers in them count as numbers."""
+    """A key that sorts names by layer: numbers in them count as numbers."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split("."))
 
 

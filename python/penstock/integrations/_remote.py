@@ -72,7 +72,7 @@ def checked_name(name: str, address: str) -> str:
 
 
 Files = Literal["model", "consolidated"]
-"""Which weights of a folder are meant: those of transformers, or Mistral's own, which often lie beside them."""
+"""The set of weights in a folder: those of transformers, or Mistral's own, which often lie beside them."""
 _CONSOLIDATED = ("consolidated.safetensors.index.json", "consolidated.safetensors")
 
 
@@ -134,7 +134,7 @@ class RemoteWeights:
         self._folder.cleanup()
 
     def keeping(self, files: Sequence[str]) -> Callable[[str], bool] | None:
-        """Which tensors lie in these files of the folder; None if those are all files."""
+        """A test for tensors in these files of the folder; None if those are all files."""
         chosen = {self._by_name[Path(file).name] for file in files}
         if len(chosen) == len(self._by_name):
             return None

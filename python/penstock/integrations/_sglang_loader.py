@@ -32,7 +32,7 @@ from ._strict import not_used
 
 _ENGINE = SGLANG.name
 
-#: What the default loader calls for the tensors of the files that it has chosen.
+#: Functions that the default loader calls for the tensors of its files.
 _ITERATE = ("buffered_multi_thread_safetensors_weights_iterator", "safetensors_weights_iterator")
 #: SGLang copies tensors of the CPU in threads of its own, later, except those with this attribute.
 _AT_ONCE = "_sglang_runai_streamer_tensor"
@@ -42,7 +42,7 @@ _replacing = threading.Lock()
 _installed = False
 
 last_reports: list[Report] = []
-"""Of the last load of this process that was one of Penstock's."""
+"""Reports of the last load of this process that was one of Penstock's."""
 
 
 def install() -> None:
@@ -87,7 +87,7 @@ def _around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[
 
 
 def _settings(loader: Any) -> Settings | None:
-    """What a configuration whose format is penstock was marked with."""
+    """The settings that a configuration with format penstock carries."""
     found: Settings | None = getattr(loader.load_config, "penstock", None)
     return found
 
@@ -250,7 +250,7 @@ def _started(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _own_way(model_config: Any, settings: Settings) -> str:
-    """Why SGLang has to load this model in its own way, if the user accepts that; "" if it need not.
+    """The reason that SGLang has to load this model in its own way, if the user accepts that; "" if it need not.
 
     Raises:
         UnsupportedError: the user does not accept it, or SGLang's default loader cannot load it either.

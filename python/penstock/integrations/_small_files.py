@@ -1,4 +1,4 @@
-"""Which of the small files of a model an engine gets: all that look like configuration or like a tokenizer's.
+"""The small files of a model that an engine gets: all that look like configuration or like a tokenizer's.
 
 Some lie in folders: named templates for chats, what belongs to a processor, modules of sentence-transformers, packages
 that Python files import. A file that no engine needs never ends a start: if it is too long, or no file can be called
@@ -30,7 +30,7 @@ _ENDINGS = (
 )  # fmt: skip
 _CODE = ".py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-#: What an engine reads by its name: without one of these it may start as another model, so that it must not be missing.
+#: Files that an engine reads by name. None may be missing: without one the engine may start as another model.
 _NEEDED = re.compile(
     r"(config|params|generation_config|adapter_config|tekken|vocab|modules|added_tokens|special_tokens_map"
     r"|(tokenizer|processor|preprocessor|image_processor|video_preprocessor|video_processor|feature_extractor)(_config)?"
@@ -40,7 +40,7 @@ _NEEDED = re.compile(
 )
 #: Names further folders with configurations, of sentence-transformers models.
 _MODULES = "modules.json"
-#: Of transformers: chat templates that have names.
+#: The folder of transformers for chat templates that have names.
 _TEMPLATES = "additional_chat_templates"
 #: A model with one of these has a processor, whose parts may lie in folders. Nothing says what these are called: a part
 #: is what has one of the others.
@@ -61,7 +61,7 @@ _ASKED_TOGETHER = 8
 
 
 def small_files(place: str, names: Names, read: Read, code: bool) -> dict[str, bytes]:
-    """What an engine may want of the model at ``place``, by its path in there.
+    """The files of the model at ``place`` that an engine may want, by their paths in it.
 
     Args:
         place: Its address, for messages.
@@ -90,7 +90,7 @@ def small_files(place: str, names: Names, read: Read, code: bool) -> dict[str, b
         return {}
 
     def part(folder: str) -> dict[str, bytes]:
-        """What is in a folder, if it is of a processor."""
+        """The files of a folder, if it belongs to a processor."""
         with suppress(NotFoundError):
             there = names(folder)
             return fetched(folder, is_wanted, there) if any(name in there for name in _OF_PARTS) else {}

@@ -19,7 +19,7 @@ from .. import _core
 from .._errors import EngineError, InvalidError, MissingFrameworkError, StalledError, UnsupportedError
 from ._startup import ENGINES, PHASES, TIMEOUT
 
-#: What each process runs. It finds modules where this one does.
+#: The program of each process. It finds modules where this one does.
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.load(open(sys.argv[1]))["path"]
@@ -64,7 +64,7 @@ class _Rank:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def result(self) -> dict[str, Any] | None:
-        """What it says of itself, if it has come so far."""
+        """The result of the rank, if there is one."""
         with suppress(FileNotFoundError):
             found: dict[str, Any] = json.loads((self.folder / f"{self.number}.json").read_text())
             return found
@@ -164,7 +164,7 @@ def report(
 
 
 def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks say, as one: of each phase the rank that took longest, and the ranks themselves."""
+    """The results of all ranks as one: for each phase the rank that took longest, and the ranks themselves."""
     phases: dict[str, Any] = {}
     for name in PHASES:
         took = [(rank["phases"][name]["seconds"], number) for number, rank in enumerate(ranks)]
@@ -250,7 +250,7 @@ def _started(specification: dict[str, Any], ranks: int, folder: Path) -> Iterato
 
 
 def _failure(rank: _Rank, status: int) -> EngineError:
-    """Why a rank ended: as it says itself, or else from what it wrote last."""
+    """The reason that a rank ended: its own error, or else its last output."""
     found = rank.result() or {}
     if "error" in found:
         error, phase = found["error"], found["phase"]

@@ -1,4 +1,4 @@
-"""What a rank says of its start, as JSON."""
+"""The result of a rank's start, as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._startup import Phases
 
 
 def summed(reports: Iterable[Report]) -> dict[str, Any] | None:
-    """What the loads of a rank moved; None if Penstock made none."""
+    """The totals of the loads of a rank; None if Penstock made none."""
     reports = list(reports)
     if not reports:
         return None
@@ -60,7 +60,7 @@ def explain(phases: Phases, specification: dict[str, Any], load: dict[str, Any] 
 
 
 def result(phases: Phases, load: dict[str, Any] | None, ready: float | None = None) -> dict[str, Any]:
-    """What a rank says of itself, which was ready at ``ready``, by default now."""
+    """The result of a rank that was ready at ``ready``, by default now."""
     took = (time.monotonic() if ready is None else ready) - phases.began
     found = phases.document()
     other = took - sum(phase["seconds"] or 0.0 for phase in found.values())

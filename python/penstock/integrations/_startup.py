@@ -45,7 +45,7 @@ class Phases:
         self.began = time.monotonic() if began is None else began
         self.seconds: dict[str, float] = {}
         self.reasons: dict[str, str] = {}
-        """Why a phase did not take place, or did not end well."""
+        """The reason that a phase did not take place, or did not end well."""
         self._running: str | None = None
         self._since = self.began
         self._thread = threading.get_ident()

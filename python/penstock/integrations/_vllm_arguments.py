@@ -15,7 +15,7 @@ from ._known import VLLM
 from ._remote import is_remote
 from ._strict import not_used, strict_of
 
-#: What makes vLLM's configuration of its arguments. The second alone is called by servers that only prepare requests.
+#: Methods that make vLLM's configuration from its arguments. Servers that only prepare requests call the second alone.
 _MAKE = ("create_engine_config", "create_model_config")
 #: Arguments that this reads or changes.
 _FIELDS = ("model", "tokenizer", "hf_config_path", "trust_remote_code", "served_model_name", "load_format")

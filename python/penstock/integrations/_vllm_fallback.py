@@ -12,7 +12,7 @@ from ._known import VLLM
 from ._strict import not_used, strict_of
 
 unknown = "its interface differs"
-"""What is not known of this vLLM."""
+"""The difference of this vLLM from the known ones."""
 
 
 class FallbackModelLoader(DefaultModelLoader):  # type: ignore[misc]

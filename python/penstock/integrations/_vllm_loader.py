@@ -40,16 +40,16 @@ from ._vllm_reload import begin, ends, has_experts, lend, until_end, waits, weig
 
 _ENGINE = VLLM.name
 _ITERATE = "safetensors_weights_iterator"
-"""What the default loader calls for the tensors of the files that it has chosen."""
+"""The function that the default loader calls for the tensors of its files."""
 
 
 class _First(NamedTuple):
-    """What a reload has to know of the first load."""
+    """Facts of the first load that a reload needs."""
 
     name: str
-    """Of the model, or its path."""
+    """The name of the model, or its path."""
     cuts: Cuts | None
-    """What was copied; None if that is not known: vLLM has copied it out of mapped files itself."""
+    """The copied parts; None if they are not known: vLLM has copied them out of mapped files itself."""
 
 
 #: By model. A reload makes a loader of its own.
@@ -82,9 +82,9 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         plain.load_format, plain.model_loader_extra_config = self.settings.engine_format, {}
         super().__init__(plain)
         self.reports: list[Report] = []
-        """Of the loads of the last call of `load_weights`."""
+        """Reports of the loads of the last call of `load_weights`."""
         self.fallbacks: list[str] = []
-        """Why that call loaded as vLLM does, for each place of weights where it did."""
+        """The reasons that the call loaded as vLLM does, one for each place of weights."""
         self._loads: Loads | None = None
         self._model: torch.nn.Module | None = None
         self._name: str | None = None

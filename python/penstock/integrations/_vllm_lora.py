@@ -18,7 +18,7 @@ from ._lora_settings import PREFIX, LoraSettings
 from ._lora_weights import AdapterWeights, KeptAdapters, weights_of
 
 NAME = "Penstock Resolver"
-"""What it is called in vLLM's registry."""
+"""The name of the resolver in vLLM's registry."""
 _LOOKUPS = 4
 """Names that are looked for at a time."""
 

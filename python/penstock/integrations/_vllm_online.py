@@ -24,7 +24,7 @@ except ImportError:  # a vLLM that quantises in another way
     layerwise = None
 
 _PROCESS = "_layerwise_process"
-"""What vLLM calls for a layer that has all of its tensors."""
+"""The functions that vLLM calls for a layer that has all of its tensors."""
 _replacing = threading.Lock()
 
 

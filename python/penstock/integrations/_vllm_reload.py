@@ -35,7 +35,7 @@ try:
 except ImportError:  # before 0.32 the runner reloads, and does this itself
     inplace = None
 
-#: What they do to weights, if anything, goes through torch's dispatcher.
+#: Methods whose work on weights, if there is any, goes through torch's dispatcher.
 _DISPATCHED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 #: Methods of fused experts that are not quantised, by name: their module has moved before.
 _EXPERTS = "UnquantizedFusedMoEMethod"
@@ -43,7 +43,7 @@ _EXPERTS = "UnquantizedFusedMoEMethod"
 _under_way: list[Recorder] = []
 #: Mapped files of such reloads.
 _lent: list[Mapped] = []
-#: What operators see of them.
+#: The operations of these reloads.
 _seen: list[Seen] = []
 
 
@@ -89,7 +89,7 @@ def lend(mapped: Mapped) -> None:
 
 @contextmanager
 def until_end(seen: Seen) -> Iterator[None]:
-    """What operators see of a reload: it ends when vLLM ends it. Layers may wait for their copies until then."""
+    """Keeps the operation of a reload open until vLLM ends it. Layers may wait for their copies until then."""
     seen.begin()
     _seen.append(seen)
     try:
@@ -209,7 +209,7 @@ def _ending(original: Callable[..., Any]) -> Callable[..., Any]:
     return end
 
 
-#: What is replaced: in a module of vLLM's reload a function, and what makes the replacement.
+#: The replaced functions in modules of vLLM's reload, with the functions that make the replacements.
 _HOOKS = (
     (layerwise, "_layerwise_process", _processing),
     (layerwise, "_reload_attention_scales", _processing),

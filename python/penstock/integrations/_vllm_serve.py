@@ -30,7 +30,7 @@ def start(specification: dict[str, Any], rank: int, phases: Phases) -> dict[str,
 
 
 def ranked(specification: dict[str, Any], phases: Phases, ready: float, worker: dict[str, Any]) -> dict[str, Any]:
-    """What a worker says, with the phases that take place before there are workers."""
+    """The result of a worker, with the phases that take place before there are workers."""
     of_rank = Phases(phases.began)
     of_rank.seconds = {**phases.seconds, **worker["seconds"]}
     explain(of_rank, specification, worker["load"])

@@ -23,7 +23,7 @@ class Watched:
 
     def __init__(self, phases: Phases) -> None:
         self.reports: list[Report] = []
-        """Of Penstock's loads."""
+        """Reports of Penstock's loads."""
         own: Callable[..., Any] = BaseModelLoader.load_model
 
         @wraps(own)
@@ -45,7 +45,7 @@ class Watched:
 
 
 def arguments(specification: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Of vLLM, with defaults that the user may overrule."""
+    """The arguments of vLLM, with defaults that the user may overrule."""
     return {
         **defaults,
         "model": specification["model"],

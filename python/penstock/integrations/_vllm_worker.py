@@ -1,4 +1,4 @@
-"""What vLLM's workers on GPUs measure of their start. Imports vLLM; importing this begins to measure.
+"""Measurements by vLLM's workers on GPUs of their start. Imports vLLM; importing this begins to measure.
 
 vLLM imports the class by its name in every worker, before that makes a model (``worker_extension_cls``).
 """

@@ -87,7 +87,7 @@ class StorageReader(_StorageReader):
 
     @property
     def checkpoint_id(self) -> Source:
-        """What is read."""
+        """The source."""
         return self._source.files if isinstance(self._source, Checkpoint) else self._source
 
     @property
@@ -102,7 +102,7 @@ class StorageReader(_StorageReader):
         self._opened, self._load = None, uuid.uuid4().hex
 
     def read_metadata(self) -> Metadata:  # if it took more, dcp would ask twice
-        """What is in the checkpoint. Reads its headers."""
+        """The metadata of the checkpoint. Reads its headers."""
         self._opened = checkpoint = self._source if isinstance(self._source, Checkpoint) else self._open(self._source)
         tensors: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
@@ -178,7 +178,7 @@ class StorageReader(_StorageReader):
         """The tensor that an item goes to, and the dtype of the checkpoint's."""
         name = item.storage_index.fqn
         if item.type is not LoadItemType.TENSOR:
-            raise UnsupportedError(f"{name} is asked for as an object, and the checkpoint has tensors", tensor=name)
+            raise UnsupportedError(f"{name} is wanted as an object, and the checkpoint has only tensors", tensor=name)
         assert self._opened is not None
         return planner.resolve_tensor(item).detach(), torch_dtype(self._opened[name].dtype)
 
@@ -215,7 +215,7 @@ def _straight(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _last_of_each(destinations: Sequence[Destination]) -> list[Destination]:
-    """Of several that are the same memory, as of tied parameters, the last one, which would overwrite the others."""
+    """The last of several destinations with the same memory (tied parameters): it would overwrite the others."""
     last: dict[Any, Destination] = {}
     for number, at in enumerate(destinations):
         to = at.into

@@ -20,7 +20,7 @@ from .._torch import torch_dtype
 
 
 class ProcessGroup(Protocol):
-    """What is asked of a process group: torch's has it."""
+    """The interface of a process group: torch's has it."""
 
     def rank(self) -> int:
         """The number of this rank."""

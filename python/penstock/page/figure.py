@@ -34,7 +34,7 @@ def checked(traces: list[dict[str, Any]], arrangement: dict[str, Any]) -> Figure
 
 
 def layout(height: int) -> dict[str, Any]:
-    """What every chart has in common."""
+    """The layout that all charts share."""
     return {
         "height": height,
         "font": {"family": FONT, "size": 13, "color": light("text")},

@@ -40,7 +40,7 @@ def _rows(found: list[Lane]) -> list[tuple[str, list[Lane]]]:
 
 
 def roles(found: list[Lane]) -> list[str]:
-    """What the colours of these lanes stand for, for the key."""
+    """The meanings of the colours of these lanes, for the key."""
     seen = {_role(lane, event) for lane in found for event in lane.events}
     return [
         role for role in (*ROUTES, "copy", "device", "wait", "plan", "allocate", "hand-out", "consumer") if role in seen

@@ -10,7 +10,7 @@ from .document import Page, footer
 from .markup import Html, join, tag
 from .units import rate, size
 
-#: What a timeline shows of a load that is ranked by more.
+#: The note on a timeline of a load that is ranked by more.
 LOAD_ALONE = "A timeline ends when the load returns; cold loads are ranked by the time to the last byte touched."
 
 

@@ -112,7 +112,7 @@ def union(intervals: Iterable[Interval]) -> float:
 
 @dataclass(frozen=True)
 class Summary:
-    """What bounded a load. Seconds; shares of `total`."""
+    """The limits of a load. Seconds; shares of `total`."""
 
     total: float
     bound_by: str | None

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @cache
 def _missing() -> str | None:
-    """Why there is no GPU, asked once."""
+    """The reason that there is no GPU, asked once."""
     return gpus.find()[0]
 
 

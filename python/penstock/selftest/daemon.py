@@ -61,7 +61,7 @@ def make(folder: Path) -> None:
 
 
 def start(folder: Path, load_format: str, extra: dict[str, Any]) -> dict[str, Any]:
-    """What an engine has whose weights came in this way."""
+    """The tensors of an engine whose weights came in this way."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(

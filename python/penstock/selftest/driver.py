@@ -11,7 +11,7 @@ from typing import Any
 MIB = 1 << 20
 HUGE_PAGE = 2 * MIB
 
-#: What the fake driver exports and no real one does.
+#: A function that only the fake driver exports.
 MARK = "fakegpu_reset"
 
 

@@ -1,4 +1,4 @@
-"""What the CUDA driver here does, by ctypes: one row each. It runs in a process of its own, without torch.
+"""Facts of the CUDA driver here, by ctypes: one row each. It runs in a process of its own, without torch.
 
 Penstock rests on these: what a thread without a context may do, what registering costs, whether it waits for unrelated
 copies, how fast each kind of copy is, and what another thread may do while one captures a graph.
@@ -218,7 +218,7 @@ class Facts:
                 self.cu.unregister(lone)
 
     def beside_registering(self) -> None:
-        """What copies lose while another thread registers, as in the first load of a process."""
+        """The slowdown of copies while another thread registers, as in the first load of a process."""
         fresh, ended = [Pages(4 * MIB) for _ in range(4 if QUICK else 32)], threading.Event()
 
         def registers() -> None:
@@ -244,7 +244,7 @@ class Facts:
             thread.join()
 
     def making(self) -> None:
-        """What each load makes and gives back: a stream, and an event for each slab in flight."""
+        """The objects of each load: a stream, and an event for each slab in flight."""
         for name, make, undo in (
             ("stream", self.cu.stream, "cuStreamDestroy_v2"),
             ("event", lambda: self.cu.event(3), "cuEventDestroy_v2"),
@@ -356,7 +356,7 @@ class Facts:
             self.cu.free(address)
 
     def end(self) -> None:
-        """What a measurement that failed half-way has not registered is refused here, and that is well."""
+        """Unregisters all slabs. The driver refuses slabs that a failed measurement did not register: this is fine."""
         for slab in (*self.ring, self.large):
             self.cu.code("cuMemHostUnregister", ctypes.c_void_p(slab.address))
         self.cu.wait(self.stream)
@@ -482,7 +482,7 @@ def _out_of_another(handle: bytes, size: int) -> float:
     return rate(size, copies)
 
 
-#: What another thread does while one captures. "nothing" is the control.
+#: The calls of another thread while one captures. "nothing" is the control.
 CALLS = (
     "nothing",
     "cuEventQuery",
@@ -497,7 +497,7 @@ CALLS = (
 
 
 def beside_a_capture(call: str, mode: int) -> dict[str, Any]:
-    """What a call gives while another thread captures in global mode, and what becomes of the capture."""
+    """The result of a call while another thread captures in global mode, and the state of the capture."""
     cu = Driver()
     cu("cuInit", 0)
     cu.enter(0)

@@ -47,7 +47,7 @@ ILLEGAL = b"""
 
 
 def find() -> tuple[str | None, dict[str, Any]]:
-    """Why there is no GPU for this suite (None: there is one), and what the core says of those there are."""
+    """The reason that there is no GPU for this suite (None: there is one), and the core's facts of all GPUs."""
     if (named := os.environ.get("PENSTOCK_GPU_LIBRARY")) and not FAKE:
         # Asked before the core is: that would start the driver for all tests of this process
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class Gpu:
             self.torch.cuda.empty_cache()
 
     def registrations(self) -> Any:
-        """What of the staging memory is registered: equal before and after where nothing was registered or undone."""
+        """The registered part of the staging memory: equal before and after if nothing was registered or undone."""
         if self._driver is None:
             return None
         pinned = set()

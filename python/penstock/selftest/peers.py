@@ -61,7 +61,7 @@ class Row:
     state: str
     rounds: int
     loads: int
-    #: Who takes part; nobody named: all.
+    #: The loaders that take part; none named: all.
     only: tuple[str, ...] = ()
 
 
@@ -160,7 +160,7 @@ def load(contestant: Contestant, files: list[Path], device: str, state: str, loa
 
 
 def in_a_fork(work: Callable[[], Found], seconds: float, used: Callable[[], int]) -> Found:
-    """What `work` gives in a child, or why it gave nothing; and the most memory of the GPU in use meanwhile."""
+    """The result of `work` in a child, or the reason that it gave none; and the most GPU memory in use meanwhile."""
     read, write_end = os.pipe()
     before = used()
     child = os.fork()

@@ -85,7 +85,7 @@ class Run:
         return self.end - LAST - time.monotonic()
 
     def probe(self) -> dict[str, Any]:
-        """What `gpus.py` says; a driver that does not answer is no GPU either."""
+        """The answer of `gpus.py`; a driver that does not answer is no GPU either."""
         command = [sys.executable, "-m", "penstock.selftest.gpus"]
         limit = max(10.0, min(90.0, self.left()))
         said, status = _output(command, limit, self.environment)
@@ -172,7 +172,7 @@ class Run:
 
 
 def _output(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[str, int | None]:
-    """What a command prints, and its status; None where it was cut off."""
+    """The output of a command, and its status; None if it was cut off."""
     with tempfile.TemporaryFile("w+") as said:
         status = _status(command, seconds, environment, stdout=said, stderr=subprocess.STDOUT)
         said.seek(0)

@@ -20,7 +20,7 @@ ROUTES = ["auto", "buffered", "uring_buffered", "direct", "uring", "threads"]
 Sources = Callable[[str], Path]
 Contents = Callable[[str], dict[str, bytes]]
 
-#: What a fallback may be named for on a machine that lacks an interface; of the GPU there may be none.
+#: Names of fallbacks that concern the GPU. There may be none of these; other interfaces may be missing.
 ABOUT_THE_GPU = ("staging memory",)
 
 

@@ -32,7 +32,7 @@ def program(*arguments: str) -> str:
 
 
 def engine(model: Path, load_format: str, extra: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """What an engine has, and the seconds from the start of its process to its end."""
+    """The tensors of an engine, and the seconds from the start of its process to its end."""
     begun = time.monotonic()
     said = program("start", str(model), load_format, json.dumps(extra))
     found: dict[str, Any] = json.loads(said.strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Which options would be best on this machine: GPT-2, warm, into a table. Nothing is judged but that it loads."""
+"""The best options on this machine: GPT-2, warm, into a table. Nothing is judged except that it loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS = 2 if checkpoints.QUICK else 5
 #: Seconds for all of a table's rows: those that come too late are left out.
 SECONDS = float(os.environ.get("PENSTOCK_SELFTEST_SWEEP", "45"))
 
-#: Those that differ in size first: each needs a pool of its own
+#: Options that differ in size come first: each needs a pool of its own
 GRID: list[dict[str, Any]] = [
     {"extent": extent, "staging": staging, "threads": threads}
     for extent in ("4MiB", "2MiB", "1MiB", "8MiB")

@@ -468,7 +468,7 @@ def _fitting(name: str, blocks: Sequence[Block], nbytes: float, scale: float) ->
 
 
 def _cut(whole: Model, blocks: Sequence[Block], scale: float) -> str | None:
-    """What is missing, in words."""
+    """The missing parts, in words."""
     parts = []
     layers = sum(block.layer is not None for block in blocks)
     if layers < len(whole.layers):

@@ -139,7 +139,7 @@ def header_bytes(tensors: Iterable[Tensor], metadata: Any = _ABSENT, align: int 
 
 
 def _partial(path: Path) -> Path:
-    """What a file is called until it is whole."""
+    """The name of a file until it is whole."""
     return path.with_name(path.name + ".partial")
 
 
@@ -208,7 +208,7 @@ def _write_data(fd: int, start: int, tensors: Sequence[Tensor], seed: list[int])
 
 
 def _overlaps(ranges: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """What of these ranges (in order, apart from each other) lies in first..last."""
+    """The parts of these ranges (in order, apart from each other) that lie in first..last."""
     at = bisect.bisect_right(ranges, first, key=lambda span: span[1])
     found = []
     while at < len(ranges) and ranges[at][0] < last:
@@ -218,7 +218,7 @@ def _overlaps(ranges: list[tuple[int, int]], first: int, last: int) -> list[tupl
 
 
 def _between(first: int, ranges: Iterable[tuple[int, int]], last: int) -> Iterable[tuple[int, int]]:
-    """What of first..last lies in none of these ranges."""
+    """The parts of first..last that lie in none of these ranges."""
     for begin, end in [*ranges, (last, last)]:
         if first < begin:
             yield first, begin

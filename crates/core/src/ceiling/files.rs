@@ -1,4 +1,4 @@
-//! What is measured on files.
+//! Measures on files.
 
 use super::settings::{Interface, Measure, Measured, Settings};
 use crate::error::{Error, ErrorKind, Result};

@@ -1,4 +1,4 @@
-//! What is measured on a GPU.
+//! Measures on a GPU.
 
 use super::settings::{Measure, Measured, Settings};
 use crate::device::api::{Api, Current, Stream};

@@ -1,9 +1,9 @@
-//! What is measured and how, and the result.
+//! The settings of a measurement, and its result.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::{MIB, PAGE};
 
-/// What is measured.
+/// The quantity that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Measure {
     /// O_DIRECT reads into reused buffers.
@@ -102,7 +102,7 @@ fn find<T: Copy>(all: &[T], name_of: impl Fn(T) -> &'static str, name: &str, wha
 /// The settings of one measurement.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// What is measured.
+    /// The quantity to measure.
     pub measure: Measure,
     /// How it is measured.
     pub engine: Interface,

@@ -31,7 +31,7 @@ const SONAMES: [(Vendor, &str); 4] = [
     (Vendor::Hip, "libamdhip64.so"),
 ];
 
-/// Which of the two interfaces a library has.
+/// The interface of a library: one of two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Vendor {
     /// NVIDIA's driver, `cu*`.
@@ -539,7 +539,7 @@ impl Api {
         self.number
     }
 
-    /// Which interface this is.
+    /// The interface.
     pub fn vendor(&self) -> Vendor {
         self.vendor
     }
@@ -1202,7 +1202,7 @@ impl Drop for Context {
 #[must_use = "the device is current only while this lives"]
 pub struct Current<'a> {
     context: &'a Context,
-    /// What to make current again; `None` if it is the same.
+    /// The context or device to make current again; `None` if it is the same.
     before: Option<usize>,
     /// The thread's previous capture mode; `None` if the driver has no such modes.
     capture_mode: Option<i32>,

@@ -56,7 +56,7 @@ impl Packed<'_> {
         unsafe { copies.run() };
     }
 
-    /// What brings it from `scratch` to its place.
+    /// The copies that bring it from `scratch` to its place.
     pub(super) fn rows(&self, scratch: u64, mut give: impl FnMut(Rows) -> Result<()>) -> Result<()> {
         let Shape { width, rows, pitch, rest } = shape(self.item, self.axes);
         each_step(rest, |number, _, to| {
@@ -66,7 +66,7 @@ impl Packed<'_> {
     }
 }
 
-/// What one call moves of a box, and the axes that need another call for each step.
+/// The part of a box that one call moves, and the axes that need another call for each step.
 struct Shape<'a> {
     width: u64,
     rows: u64,
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What the driver is called for: calls that copy a range or rows, and the narrowest of these rows.
+    /// Calls of the driver: those that copy a range or rows, and the narrowest of these rows.
     #[derive(Debug, PartialEq, Eq)]
     struct Calls {
         straight: usize,

@@ -70,7 +70,7 @@ pub(super) trait OfItem {
 
 /// An item on its way to its destination.
 pub(super) trait Item {
-    /// What it is there: an array of bytes, which needs no alignment.
+    /// Its type at the destination: an array of bytes, which needs no alignment.
     type There: Copy;
     /// Its bytes in the slab.
     const FROM: usize;
@@ -162,7 +162,7 @@ pub(super) trait Float {
     type Bytes: Copy;
     /// The bits of the F32 that is nearest.
     fn single(bytes: Self::Bytes) -> u32;
-    /// What is nearest to the F32 of these bits.
+    /// The value nearest to the F32 of these bits.
     fn rounded(bits: u32) -> Self::Bytes;
 }
 
@@ -311,7 +311,7 @@ pub(super) mod tests {
         }
     }
 
-    /// What is nearest to `x` in F16 or BF16, by the definition of rounding.
+    /// The value nearest to `x` in F16 or BF16, by the definition of rounding.
     fn nearest(dtype: DType, x: f32) -> f64 {
         let (fraction, least, largest) = if dtype == DType::F16 { (10, -14, 15) } else { (7, -126, 127) };
         let x = f64::from(x);

@@ -216,7 +216,7 @@ fn serve(shared: &CpuShared, number: u32) {
     }
 }
 
-/// What there is to copy.
+/// The bytes and rows to copy.
 fn bytes_and_rows(batch: &Batch) -> (u64, u64) {
     let (bytes, rows) = batch.strided.bytes_and_items();
     batch.copies.iter().fold((bytes, rows), |(bytes, rows), c| (bytes + c.len * c.rows, rows + c.rows))

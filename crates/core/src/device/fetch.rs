@@ -263,7 +263,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What is planned, where the device's memory is one allocation of 1 GiB.
+    /// The plan, where the device's memory is one allocation of 1 GiB.
     fn shape(ranges: &[(u64, usize, usize)]) -> String {
         let ranges: Vec<Range> = ranges.iter().map(|&(from, to, len)| Range { from, to, len }).collect();
         let one = |transfer: &Download| match transfer {

@@ -42,7 +42,7 @@ pub(crate) enum Transfer {
         to: u64,
         /// Bytes, at most the given `span`.
         len: u64,
-        /// What is gathered.
+        /// The gathered copies.
         parts: Range<usize>,
     },
 }
@@ -226,7 +226,7 @@ mod tests {
         assert_eq!(plan(&copies, 128 << 10).transfers.len(), 2);
     }
 
-    /// What a plan does to memory, against what its copies do one by one.
+    /// The effect of a plan on memory, compared with its copies one by one.
     #[test]
     fn a_plan_moves_the_same_bytes_as_its_copies_and_touches_padding_only() {
         const SLAB: u64 = 300_000;

@@ -113,7 +113,7 @@ pub trait Device: Send {
         Vec::new()
     }
 
-    /// What was refused so far, and what replaced it.
+    /// The refusals so far, and their replacements.
     fn fallbacks(&self) -> Vec<Fallback> {
         Vec::new()
     }

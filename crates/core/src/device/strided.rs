@@ -31,7 +31,7 @@ pub(super) struct Grid {
     pub(super) to: u64,
     /// Bytes that are contiguous on both sides; elements if they are converted.
     pub(super) item: u64,
-    /// What becomes of the elements.
+    /// The conversion of the elements.
     cast: Option<Cast>,
     /// Number of the destination block.
     pub(super) block: u32,

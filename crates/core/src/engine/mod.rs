@@ -194,7 +194,7 @@ impl<S> Engine<S> {
         }
     }
 
-    /// Why the load has failed.
+    /// The error of a load that has failed.
     pub(crate) fn failure(&self) -> Option<&Error> {
         self.failure.as_ref()
     }
@@ -591,7 +591,7 @@ impl<S> Engine<S> {
         }
     }
 
-    /// What the engine waits for when `next` has nothing.
+    /// The thing that the engine waits for when `next` has nothing.
     pub(crate) fn waits_for(&self) -> Wait {
         if self.has_ended() {
             return Wait::Nothing;

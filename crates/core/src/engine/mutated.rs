@@ -6,7 +6,7 @@ use super::*;
 mutants::seed!(Mutant, "src/engine/mod.rs", "src/engine/simulator/mutants.txt");
 
 impl Mutant {
-    /// Those that only ranks which load together can show: `load/simulator` catches them, `engine/simulator` the others.
+    /// Mistakes that show only if ranks load together: `load/simulator` catches them, `engine/simulator` the others.
     pub(crate) const OF_RANKS: &[Mutant] = &[
         Mutant::IgnoreSentBound,
         Mutant::ForgetSentSlab,

@@ -96,7 +96,7 @@ impl Slabs for Pool {
     }
 }
 
-/// What a load runs on.
+/// The machine that a load runs on.
 struct Machine {
     /// One for each file.
     volumes: Vec<Pipe>,

@@ -1,4 +1,4 @@
-//! What bounds the read-ahead of a stream.
+//! The limit of the read-ahead of a stream.
 
 use crate::plan::schedule::Schedule;
 

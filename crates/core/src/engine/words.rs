@@ -1,4 +1,4 @@
-//! What the engine and its driver say to each other, and the stages of an extent.
+//! The words between the engine and its driver, and the stages of an extent.
 
 use super::Nanos;
 use crate::error::Error;
@@ -12,7 +12,7 @@ pub(crate) trait Slabs {
     fn acquire(&mut self) -> Result<Option<Self::Slab>, Error>;
 }
 
-/// What happened. Tickets are the numbers of extents.
+/// Something that happened. Tickets are the numbers of extents.
 #[derive(Debug)]
 pub(crate) enum Event {
     /// Block memory is there: extents for this block may start.
@@ -34,11 +34,11 @@ pub(crate) enum Event {
     CopyDone(Ticket, Result<(), Error>, Vec<u32>),
     /// Something else went wrong. It does not matter if everything has arrived.
     Failed(Error),
-    /// What has arrived is not what it should be: the load fails even if everything has arrived.
+    /// Arrived bytes are not what they should be: the load fails even if everything has arrived.
     Revoked(Error),
 }
 
-/// What the driver is to do next.
+/// The next step for the driver.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Start the read of this extent, whose number is its ticket. If it was held back before
@@ -52,8 +52,8 @@ pub(crate) enum Action {
     Withdraw { extent: u32 },
     /// The load has failed: the source gives up what it has not started.
     Cancel,
-    /// What is in flight hangs, and its slabs are given up ([`Engine::take_quarantined`](super::Engine::take_quarantined)). Its tickets, should they come
-    /// back, are ignored.
+    /// Reads or copies in flight hang. Their slabs are given up
+    /// ([`Engine::take_quarantined`](super::Engine::take_quarantined)). Their tickets, should they come back, are ignored.
     Abandon,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct Ready {
     pub(crate) completes: Option<u32>,
 }
 
-/// What bounds a load.
+/// The limits of a load.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bounds {
     /// Most reads in flight that take their slab at request, or need none.
@@ -83,7 +83,7 @@ pub(crate) struct Bounds {
     pub(crate) stall: Nanos,
 }
 
-/// Why the engine has nothing to do: what it waits for.
+/// The thing that an idle engine waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Wait {
     /// Reads in flight.

@@ -59,7 +59,7 @@ impl ShardFile {
         Ok((store, Object { location: self.location.clone(), size: self.size, version: self.version.clone() }))
     }
 
-    /// What asking the store for it takes, `times` times at most. Blocks.
+    /// The steps and times of a request to the store for it, `times` times at most. Blocks.
     ///
     /// # Errors
     /// Those of [`Store::look`], and `Unsupported` for a file of this machine.
@@ -88,7 +88,7 @@ pub(super) struct Entry {
     pub(super) file: u32,
 }
 
-/// What the checkpoint says about one tensor.
+/// The checkpoint's entry of one tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorInfo<'a> {
     /// Its number in the checkpoint.
@@ -182,7 +182,7 @@ impl Checkpoint {
         self.files.iter().map(|file| (&file.location, file.size, file.data_start, &file.version))
     }
 
-    /// What tells the versions of all files apart, as one number; and whether it does so on every machine: each has inodes of
+    /// A number that tells the versions of all files apart; and whether it does so on every machine: each has inodes of
     /// its own.
     pub fn identity(&self) -> (u64, bool) {
         identity(self.opened())

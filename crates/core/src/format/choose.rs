@@ -49,7 +49,7 @@ impl FolderRequest {
     }
 }
 
-/// What is opened, and the variant that it is if nobody asked for one.
+/// The names to open, and their variant if nobody asked for one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ChosenNames {
     pub(super) open: ToOpen,
@@ -89,7 +89,7 @@ pub(super) fn are_whole_beside(names: &[&str], index: &str) -> bool {
     }
 }
 
-/// What stands before the ending of an index, and the variant inside the ending ("" if there is none).
+/// The name before the ending of an index, and the variant inside the ending ("" if there is none).
 fn index_parts(name: &str) -> Option<(&str, &str)> {
     let (stem, rest) = name.strip_suffix(".json")?.split_once(".safetensors.index")?;
     match rest {
@@ -181,7 +181,7 @@ struct DottedNames<'n> {
     modules: bool,
 }
 
-/// What stands before the ending of a name, whether it is an index, and the variant inside the ending.
+/// The name without its ending, whether it is an index, and the variant inside the ending.
 fn parts(name: &str) -> Option<(&str, bool, &str)> {
     match name.strip_suffix(".safetensors") {
         Some(stem) => Some((stem, false, "")),
@@ -240,7 +240,7 @@ fn candidate<'n>(
     Some(found)
 }
 
-/// What is opened of the names in the directory `place`, or under that address. Those in `abandoned` are passed over: indexes
+/// The choice from the names in the directory `place`, or under that address. It passes over `abandoned`: indexes
 /// none of whose files is there.
 ///
 /// # Errors
@@ -291,7 +291,7 @@ pub(super) fn choose(
     }
 }
 
-/// What is opened of candidates of one variant: `consolidated*` only if there is nothing else.
+/// The choice from candidates of one variant: `consolidated*` only if there is nothing else.
 fn pick_all(place: &Location, found: &[&Candidate<'_>]) -> Result<Option<ToOpen>> {
     let (consolidated, usual): (Vec<_>, Vec<_>) = found.iter().copied().partition(|c| c.is_consolidated());
     match pick(place, &usual)? {
@@ -396,7 +396,7 @@ fn is_pickled_weights(name: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// What is opened of these names: the index, or the files, with a space between two.
+    /// The choice from these names: the index, or the files, with a space between two.
     fn opened(names: &str, variant: Option<&str>) -> Result<(String, Option<String>)> {
         let names: Vec<OsString> = names.split_whitespace().map(OsString::from).collect();
         let asked = FolderRequest { variant: variant.map(str::to_owned), ..FolderRequest::plain() };

@@ -8,7 +8,7 @@ use crate::store::{Location, Origin, Watch};
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 
-/// What a source stands for.
+/// The thing that a source stands for.
 #[derive(Debug, Clone)]
 pub(super) struct Found {
     pub(super) what: What,
@@ -16,7 +16,7 @@ pub(super) struct Found {
     pub(super) folder: Option<ChosenFolder>,
 }
 
-/// What is opened.
+/// The files to open.
 #[derive(Debug, Clone)]
 pub(super) enum What {
     /// Shard files, in natural order.
@@ -36,7 +36,7 @@ pub(super) struct ChosenFolder {
     only_variant: Option<String>,
 }
 
-/// What `sources` stand for: one thing (shard file, directory, index) or a list of shard files.
+/// The files that `sources` stand for: one thing (shard file, directory, index) or a list of shard files.
 pub(super) fn discover(sources: &[Origin], asked: &FolderRequest, watch: &Watch) -> Result<Found> {
     let named = |what| {
         if let (Some(variant), Some(source)) = (&asked.variant, sources.first()) {
@@ -98,7 +98,7 @@ impl ChosenFolder {
         Ok(other.chosen().ok().filter(whole))
     }
 
-    /// What is to be told of the choice, `files` and perhaps an index having been opened.
+    /// The warnings about the choice, after `files` and perhaps an index were opened.
     pub(super) fn warnings(&self, files: &[Origin], index: Option<&Origin>) -> Vec<String> {
         let at = self.at.location();
         let opened: HashSet<&OsStr> = files.iter().chain(index).map(|one| one.location().as_os_str()).collect();

@@ -148,7 +148,7 @@ impl Leased {
                 while state.ended.is_none() {
                     state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
-                let silent = || Error::new(ErrorKind::Internal, "the thread of leases has ended without a word");
+                let silent = || Error::new(ErrorKind::Internal, "the thread of the file leases ended without an error");
                 Err(state.ended.clone().and_then(Result::err).unwrap_or_else(silent))
             }
         }
@@ -253,7 +253,7 @@ impl Leased {
                 state.moved = Some(Instant::now());
                 return Err(Error::new(
                     ErrorKind::Timeout,
-                    format!("for {} s nothing of what is mapped has become private memory", PATIENCE.as_secs()),
+                    format!("for {} s no mapped page has become private memory", PATIENCE.as_secs()),
                 ));
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -482,8 +482,8 @@ fn make_private(shared: &Lending, done: &mut Private) -> Result<()> {
                 });
                 if !undisturbed.map_err(|e| e.at(path))? {
                     let text =
-                        "a mapped tensor was written to while it became private memory, and a part of that may be \
-                                lost: such tensors are to be read only; what writes to them must not have them mapped";
+                        "a program wrote to a mapped tensor while it became private memory, and a part of that may be \
+                         lost: only read such tensors, or load them with copy=True";
                     done.disturbed.get_or_insert_with(|| Error::new(ErrorKind::Invalid, text).at(path));
                 }
             }

@@ -1,4 +1,4 @@
-//! What the engine thread of a rank and the thread of its connections share.
+//! State that the engine thread of a rank and the thread of its connections share.
 
 use crate::device::Copied;
 use crate::error::Error;
@@ -9,7 +9,7 @@ use crate::wake::Wake;
 use std::any::Any;
 use std::sync::Arc;
 
-/// What a rank's engine thread and the thread of its connections share.
+/// The state that both threads share.
 pub(super) struct Desk {
     pub(super) state: Mutex<OnDesk>,
     pub(super) changed: Condvar,
@@ -38,7 +38,7 @@ pub(super) struct OnDesk {
     pub(super) copied: Vec<Copied>,
     /// For each step: how many others have said how long it took them, and the longest time.
     pub(super) others_took: [(usize, u64); STEPS],
-    /// Why the load cannot go on.
+    /// The error that ends the load.
     pub(super) failure: Option<Error>,
     /// Every rank has everything, and knows it.
     pub(super) parted: bool,

@@ -24,7 +24,7 @@ pub(super) struct Sending {
     wake: OwnedFd,
 }
 
-/// What has become of a batch that is both sent and copied.
+/// The progress of a batch that is both sent and copied.
 #[derive(Default)]
 struct Both {
     /// Waits until it was sent.

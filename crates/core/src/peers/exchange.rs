@@ -24,12 +24,12 @@ use std::time::{Duration, Instant};
 
 /// Bytes of the file that a rank wants of a parcel, in the order in which they travel: (offset, length).
 pub(crate) type RowsToSend = Box<dyn Iterator<Item = (u64, u64)> + Send>;
-/// What says how many bytes of a parcel a rank wants, and which.
+/// A function from parcel and rank to the number of wanted bytes, and their rows.
 pub(crate) type RowsOf = Box<dyn Fn(u32, u32) -> (u64, RowsToSend) + Send>;
 
 /// Before the bytes of a parcel: its number, four bytes of zero, and how many bytes.
 const HEADER: usize = 16;
-/// What a rank says besides [`ALIVE`].
+/// The words of a rank besides [`ALIVE`].
 const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
 /// How long a step took it: one byte for the step, eight for nanoseconds.
@@ -72,7 +72,7 @@ impl Peers {
         Ok(Peers { rank, others, desk, thread: Mutex::new(Some(thread)) })
     }
 
-    /// What other ranks read for this one, as a source. `parcels`: the parcel of each ticket.
+    /// A source of the bytes that other ranks read for this one. `parcels`: the parcel of each ticket.
     pub(crate) fn source(&self, parcels: Arc<[Option<u32>]>) -> Box<dyn Source> {
         Box::new(Receiving::new(self.desk.clone(), parcels))
     }
@@ -189,7 +189,7 @@ struct Awaited {
 
 struct Serving {
     peers: Vec<Peer>,
-    /// What is known of them, by the same numbers.
+    /// The state of the peers, by the same numbers.
     watch: PeerWatch,
     rows: RowsOf,
     desk: Arc<Desk>,
@@ -434,7 +434,7 @@ impl Serving {
                 _ => garbled = true,
             }
         }
-        let gone = gone.or_else(|| garbled.then(|| "it says something that no rank says".to_owned()));
+        let gone = gone.or_else(|| garbled.then(|| "it sent an unknown message".to_owned()));
         if !took.is_empty() {
             let mut state = lock(&self.desk.state);
             for (step, nanoseconds) in took {
@@ -612,7 +612,7 @@ impl Serving {
         }
     }
 
-    /// What was to be sent has failed.
+    /// Gives up all parcels that were to be sent.
     fn send_nothing(&mut self, error: &Error) {
         self.peers.iter_mut().for_each(|peer| peer.out.clear());
         let tickets =

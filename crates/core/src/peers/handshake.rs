@@ -1,4 +1,4 @@
-//! What two ranks say to each other before a connection is used: who they are, and what proves it.
+//! The handshake of two ranks before a connection is used: who they are, and the proof.
 //!
 //! It has no sockets and no clock: bytes go in, and bytes to send come out. Three messages:
 //!
@@ -23,7 +23,7 @@ pub(super) const WORDS: usize = 8 + 4 + 4 + 4 + 16 + NONCE;
 const ANSWERS: &str = "penstock: the rank that was called";
 const CALLS: &str = "penstock: the rank that has called";
 
-/// Which connection of two ranks it is.
+/// The purpose of a connection between two ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// For bytes.
@@ -40,7 +40,7 @@ impl Purpose {
     }
 }
 
-/// What has come of a message.
+/// The progress of a message.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HandshakeStep {
     /// More of it has to come.
@@ -53,7 +53,7 @@ pub(super) enum HandshakeStep {
     Refused(Rejection),
 }
 
-/// Why the other end of a connection is none of ours.
+/// The reason that the other end of a connection is not a rank of this load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rejection {
     /// It does not speak as ranks do.
@@ -67,7 +67,7 @@ pub(super) enum Rejection {
 }
 
 impl Rejection {
-    /// What is wrong, after the name of the rank that should be there.
+    /// The words of an error, after the name of the rank that should be there.
     pub(super) fn text(self) -> String {
         match self {
             Rejection::Garbage | Rejection::Other => "another load answers at its address".into(),
@@ -146,7 +146,7 @@ impl Handshake {
         matches!(self.state, Awaiting::Answered(..))
     }
 
-    /// Why nothing more is to come, though an answer was sent.
+    /// The reason that nothing more is to come, though an answer was sent.
     pub(super) fn ended(&self) -> Option<Rejection> {
         match self.state {
             Awaiting::Apart(why) => Some(why),
@@ -237,7 +237,7 @@ impl Handshake {
     }
 }
 
-/// What a rank says of itself.
+/// The first message of a rank, taken apart.
 struct Said {
     keyed: bool,
     kind: Purpose,

@@ -14,7 +14,7 @@ use std::os::unix::ffi::OsStringExt;
 pub(super) const KEY: &str = "PENSTOCK_PEER_KEY";
 /// The variable that names a file with the secret.
 pub(super) const KEY_FILE: &str = "PENSTOCK_PEER_KEY_FILE";
-/// Who knows a code and what it is of can try secrets without asking anybody. Shorter ones are found in that way.
+/// The shortest secret, in bytes. An attacker who knows a code and its input can try secrets, and finds shorter ones.
 const SHORTEST: usize = 16;
 /// A longer one is some other file.
 const LONGEST: usize = 4096;
@@ -85,7 +85,7 @@ impl PeerKey {
         hmac::verify(&self.0, &together(label, of), code).is_ok()
     }
 
-    /// What a rank leaves where all ranks read it, to be compared before they connect: a code that means nothing elsewhere.
+    /// The code that a rank leaves for all ranks to compare before they connect. It means nothing elsewhere.
     /// `seed`: random bytes of that rank.
     pub fn mark(&self, rank: u32, seed: &[u8]) -> [u8; CODE] {
         self.code(MARK, &[&rank.to_le_bytes(), seed])
@@ -97,7 +97,7 @@ impl PeerKey {
     }
 }
 
-/// What a rank shows the others.
+/// The pass that a rank shows the others.
 #[derive(Debug, Clone)]
 pub struct Pass {
     /// Its number.
@@ -131,7 +131,7 @@ pub(super) fn nonce() -> Result<[u8; NONCE]> {
     Ok(bytes)
 }
 
-/// What others may know of a secret number: not the number.
+/// A digest of a secret number, which others may know.
 pub(super) fn digest(of: &[u8; 16]) -> [u8; 16] {
     let mut bytes = [0; 16];
     bytes.copy_from_slice(

@@ -12,7 +12,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
-/// What a rank waits for before it looks whether somebody still wants it to.
+/// The longest wait before a rank asks whether to go on.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long somebody may be connected before it has shown what it is, and how many may be, beside all connections of all ranks.
 const GREETED: Duration = Duration::from_secs(5);
@@ -30,7 +30,7 @@ pub(super) struct Meeting<'a> {
     /// This rank; its token is that of rank 0.
     pub(super) me: &'a Pass,
     pub(super) kinds: &'a [Purpose],
-    /// Those of all ranks. `None`: it is no member.
+    /// The addresses of all ranks. `None`: the rank is not a member.
     pub(super) addresses: &'a [Option<SocketAddr>],
     /// How long all of it may take.
     pub(super) patience: Duration,
@@ -52,7 +52,7 @@ struct Unknown {
     calls: u32,
 }
 
-/// What an unknown connection has come to.
+/// The state of an unknown connection.
 enum Came {
     Nothing,
     Met(u32, Purpose),
@@ -196,7 +196,7 @@ impl Meeting<'_> {
         }
     }
 
-    /// What to do about a connection that has come to nothing. Gives another one in its place, if there is to be one.
+    /// Handles a connection that has failed. Gives another one in its place, if there is to be one.
     fn refused(
         &self,
         one: Unknown,

@@ -17,7 +17,7 @@ const SILENCE: Duration = Duration::from_secs(5);
 pub struct Seat {
     listener: TcpListener,
     pulse: Pulse,
-    /// Those of the other ranks.
+    /// The questions to the other ranks.
     pulses: Option<Pulses>,
     silence: Duration,
     pass: Pass,

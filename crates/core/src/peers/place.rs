@@ -103,7 +103,7 @@ pub fn bound(bind: &Bind) -> Result<Option<IpAddr>> {
     }
 }
 
-/// What this machine has, for an error.
+/// The addresses of this machine, for an error.
 fn has() -> String {
     let found = addresses().unwrap_or_default();
     let listed: Vec<String> = found.iter().map(|(name, address)| format!("{name} ({address})")).collect();

@@ -21,14 +21,14 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a rank says apart from bytes: one byte for what it is, four for the length of a text, the text.
+/// The length of a word between ranks, in bytes: one for its kind, four for the length of a text. The text follows.
 pub(super) const WORD: usize = 5;
 /// The word of a rank that is alive: it has no text.
 pub(super) const ALIVE: u8 = 0;
-/// What a rank says first: what it is, which rank of which load, and a random number (zero without a key).
+/// The length of the first message: a magic number, rank and load, and a random number (zero without a key).
 const HELLO: usize = 8 + 16 + NONCE;
 const MAGIC: &[u8; 8] = b"penstock";
-/// What who asks says then, if there is a key: its rank, a random number, its proof.
+/// The length of the asking rank's message, if there is a key: its rank, a random number, its proof.
 const QUESTION: usize = 4 + NONCE + CODE;
 const ASKS: &str = "penstock: a rank that asks whether another one is there";
 const IS_HERE: &str = "penstock: a rank that is there";
@@ -41,7 +41,7 @@ const BEAT: Duration = Duration::from_millis(50);
 const CONNECTED: Duration = Duration::from_millis(100);
 /// Ranks whose answers are waited for at the same time.
 const ASKED: usize = 64;
-/// Those who may ask at the same time, and how long each may take to prove what it is.
+/// The most ranks that may ask at the same time, and how long each may take for its proof.
 const ASKING: usize = 256;
 const PROVEN: Duration = Duration::from_secs(5);
 
@@ -60,7 +60,7 @@ struct Beating {
     over: Wake,
     /// Connections on which to say that this rank is alive.
     said_on: Mutex<Vec<TcpStream>>,
-    /// Why nothing is answered any more.
+    /// The error that ended the answers.
     failed: Mutex<Option<Error>>,
     pass: Pass,
 }
@@ -229,7 +229,7 @@ pub(super) struct Pulses {
     forgiving: bool,
     /// Where among the ranks the next look begins: where the time of the last one was spent.
     first: usize,
-    /// Who asks.
+    /// The rank that asks.
     rank: u32,
     key: Option<PeerKey>,
 }
@@ -237,7 +237,7 @@ pub(super) struct Pulses {
 #[derive(Debug)]
 struct Inquiry {
     address: SocketAddr,
-    /// What it says first.
+    /// The id in its first message.
     id: [u8; 16],
     /// When it was asked first after its last answer: its silence begins with that question.
     unanswered: Option<Instant>,
@@ -256,18 +256,18 @@ struct Inquiry {
     ended: bool,
 }
 
-/// What has come of an answer.
+/// The bytes of an answer so far.
 #[derive(Debug)]
 struct Hearing {
     stream: TcpStream,
     hello: [u8; HELLO],
-    /// What it must say last, once it was asked.
+    /// The random number that its proof must cover, once it was asked.
     awaited: Option<[u8; NONCE]>,
     proof: [u8; CODE],
     have: usize,
 }
 
-/// What a look at an answer gives.
+/// The result of a look at an answer.
 enum Hears {
     Nothing,
     Alive,

@@ -1,4 +1,4 @@
-//! What other ranks read for this one, as a source.
+//! A source of the bytes that other ranks read for this one.
 
 use super::desk::{Desk, Placed};
 use crate::error::{Error, ErrorKind, Result};

@@ -1,4 +1,4 @@
-//! Who of the ranks is alive, has everything, or has failed: what a rank concludes from what it hears, and what it says.
+//! The state of all ranks (alive, complete, failed): a rank's conclusions from what it hears, and its own words.
 //!
 //! It has no sockets, no thread and no clock: the time is an argument. [`exchange`](super::exchange) tells it what was heard
 //! ([`on`](PeerWatch::on)), looks at it regularly ([`look`](PeerWatch::look)), and sleeps [`until`](PeerWatch::until) it has to look again. So a
@@ -21,7 +21,7 @@ const WORDS: u32 = 8;
 /// How long a rank that has failed tries to tell the others, and how long a broken connection for bytes waits for a word.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// What a rank hears of another one.
+/// A message about another rank.
 #[derive(Debug, Clone)]
 pub(crate) enum Heard {
     /// It has said something, whatever it is.
@@ -38,7 +38,7 @@ pub(crate) enum Heard {
     Broken(String),
 }
 
-/// What is known of another rank.
+/// The state of another rank.
 #[derive(Debug)]
 struct Known {
     rank: u32,
@@ -56,7 +56,7 @@ struct Known {
     broken: Option<(Instant, String)>,
 }
 
-/// What a rank knows of the others. See the module's documentation.
+/// The state of all other ranks. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct PeerWatch {
     rank: u32,

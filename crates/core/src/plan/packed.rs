@@ -111,7 +111,7 @@ pub(super) fn region(mut part: &[u8]) -> Result<Vec<AxisSlice>> {
 }
 
 fn garbled() -> Error {
-    Error::new(ErrorKind::Invalid, "what a rank wants was garbled on its way")
+    Error::new(ErrorKind::Invalid, "the wants of another rank arrived damaged")
 }
 
 fn number(bytes: &mut Vec<u8>, mut n: u64) {

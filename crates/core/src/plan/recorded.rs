@@ -16,9 +16,7 @@ pub(crate) fn recorded(given: &Layout, checkpoint: &Checkpoint, wants: &[Want], 
     layout.strides.clear();
     match misfit(&mut layout, checkpoint, wants, target)? {
         None => Ok(layout),
-        Some(why) => {
-            Err(Error::new(ErrorKind::Invalid, format!("the layout that was given is not one of this load: {why}")))
-        }
+        Some(why) => Err(Error::new(ErrorKind::Invalid, format!("the given layout does not fit this load: {why}"))),
     }
 }
 

@@ -77,7 +77,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let copied = sum(&|s| s.missing().min(if is_mapped(s) { s.moved } else { s.wanted }));
     let remote = cacheable().next().is_none() && found().next().is_some();
     let (keep, reason) = match remote {
-        true => (false, "nothing of it comes from a file system".into()),
+        true => (false, "all bytes come from servers".into()),
         false => keep_in_cache(options, cold, copied, machine),
     };
     let sampled = cacheable().any(|s| s.sampled);
@@ -161,12 +161,12 @@ fn keep_in_cache(options: &Options, cold: u64, copied: u64, machine: &Machine<'_
         Cache::Keep => (true, "asked for".into()),
         // Nothing is cold, so nothing enters the page cache and nothing is evicted.
         _ if cold == 0 && !reads_past_the_cache(options.io) => {
-            (options.cache == Cache::Auto, "the page cache holds all of it".into())
+            (options.cache == Cache::Auto, "the page cache holds all wanted bytes".into())
         }
         Cache::Bypass => (false, "asked for".into()),
-        Cache::Auto if reads_past_the_cache(options.io) => (false, "the io asked for reads past it".into()),
-        Cache::Auto if options.io != Io::Auto => (true, "the io asked for goes through it".into()),
-        Cache::Auto if options.copy == Some(false) => (true, "mapped files were asked for".into()),
+        Cache::Auto if reads_past_the_cache(options.io) => (false, "io= reads past the page cache".into()),
+        Cache::Auto if options.io != Io::Auto => (true, "io= reads through the page cache".into()),
+        Cache::Auto if options.copy == Some(false) => (true, "copy=False asks for mapped files".into()),
         // Private memory would take as much room, and the kernel could not take it back under memory pressure.
         Cache::Auto if copied == 0 => (true, format!("{cold} cold bytes are mapped, not copied")),
         Cache::Auto => {

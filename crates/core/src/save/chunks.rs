@@ -26,7 +26,7 @@ pub(super) struct Chunk {
     pub(super) pieces: std::ops::Range<usize>,
 }
 
-/// What a part of a chunk is filled from. Pieces are in order and without gaps.
+/// A part of a chunk, and its supply. Pieces are in order and without gaps.
 #[derive(Clone, Copy)]
 pub(super) struct ChunkPart {
     pub(super) from: Supply,

@@ -31,7 +31,7 @@ const MOST_PIECES: usize = 1024;
 /// How often a thread that waits for a slab looks whether the save was given up.
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
-/// What a save did.
+/// The report of a save.
 #[derive(Debug, Clone, Default)]
 pub struct SaveReport {
     /// Bytes of tensors.
@@ -56,7 +56,7 @@ pub struct SaveReport {
     pub threads: usize,
     /// Staging memory.
     pub peak_staging: u64,
-    /// What was refused, and what replaced it.
+    /// The refusals, and their replacements.
     pub fallbacks: Vec<Fallback>,
 }
 

@@ -39,9 +39,9 @@ pub struct Wanted {
     pub nbytes: usize,
 }
 
-/// What to save, where and how.
+/// The request of a save.
 pub struct SaveRequest {
-    /// What stands where.
+    /// The place of each tensor.
     pub plan: SavePlan,
     /// The directory of the files.
     pub folder: PathBuf,
@@ -229,7 +229,7 @@ impl Save {
         (state.written, state.report.file_bytes)
     }
 
-    /// What it did; complete when it has ended.
+    /// The report; complete when the save has ended.
     ///
     /// # Errors
     /// `Forked`.

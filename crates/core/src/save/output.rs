@@ -210,7 +210,7 @@ impl Output {
         Ok(refused)
     }
 
-    /// What closing the file would report: network file systems and those of other processes may say only then that
+    /// Reports the errors of closing the file: network file systems and those of other processes may say only then that
     /// bytes could not be written.
     fn flush(&self, file: &File) -> Result<()> {
         let again = file.try_clone().map_err(|e| Error::write("duplicate its descriptor", &e).at(&self.path))?;

@@ -1,4 +1,4 @@
-//! What a save writes: which tensor stands in which file, and where.
+//! The plan of a save: which tensor stands in which file, and where.
 //!
 //! The format allows no gap between tensors, so their order gives the alignment. [`Arrangement::Aligned`] pads the
 //! header with spaces until the data begins at a page. It puts tensors whose size is a multiple of 4096 first, then
@@ -70,7 +70,7 @@ pub struct FilePlan {
     pub size: u64,
 }
 
-/// What a save writes.
+/// The plan of a save.
 #[derive(Debug, Clone)]
 pub struct SavePlan {
     /// The shards.
@@ -321,7 +321,7 @@ mod tests {
         SavePlan::new(&some(), Some(&metadata), "model.safetensors", arrangement, order, most).unwrap()
     }
 
-    /// What our own parser says of a planned file.
+    /// The verdict of our own parser on a planned file.
     fn parsed(file: &FilePlan) -> Checkpoint {
         Checkpoint::from_bytes(&file.head, file.size).unwrap()
     }

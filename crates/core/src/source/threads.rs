@@ -163,7 +163,7 @@ impl Threads {
                 Err(_) if state.threads > 0 => self.most_threads = state.threads,
                 Err(cause) => {
                     if let Some((read, _)) = state.queue.pop_back() {
-                        let e = Error::new(ErrorKind::Limit, format!("cannot start a thread to read with: {cause}"));
+                        let e = Error::new(ErrorKind::Limit, format!("cannot start a read thread: {cause}"));
                         let done = read.done(self.shared.performer.files(), Err(e));
                         self.shared.finish(&mut state, Outcome::Done(done));
                     }

@@ -109,7 +109,7 @@ pub trait Store: Send + Sync + Debug {
     /// `Unsupported` if the store cannot say. What goes wrong on the way is in the [`Look`].
     fn look(&self, at: &Location, times: usize) -> Result<Look> {
         let _ = times;
-        Err(Error::new(ErrorKind::Unsupported, "this store does not say what asking for an object takes").at(at))
+        Err(Error::new(ErrorKind::Unsupported, "this store cannot measure its requests").at(at))
     }
 
     /// The objects of one load, by the number of their file in the checkpoint. `None` stands for files of other stores.

@@ -21,7 +21,7 @@ MIDDLE = 0.55  # of the axis: right of it the name of a ceiling stands to the le
 
 @dataclass(frozen=True)
 class Scale:
-    """What the lengths of bars mean: seconds in a unit that suits them, or GB/s."""
+    """The unit of bars: seconds in a unit that suits them, or GB/s."""
 
     unit: str
     title: str

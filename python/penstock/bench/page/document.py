@@ -17,7 +17,7 @@ from .findings import Contest, Row, Verdict, judged, sections, with_ceilings
 #: Schemas of results that have a page. Those of schema 2 rank every row by the load alone.
 SCHEMAS = (2, 3)
 
-#: What each scenario is, in a line.
+#: The scenarios, one line each.
 SCENARIOS = {
     "cold": "Nothing of the files in the page cache. Memory in use before: a process mapped and touched them.",
     "cold-freed": "Nothing of the files in the page cache. Before, a process took and gave back private memory.",
@@ -110,7 +110,7 @@ def _files(files: Any) -> str | None:
 
 
 def _key(results: dict[str, Any]) -> Html:
-    """What the marks of the bar charts mean; only those that occur."""
+    """The meanings of the marks of the bar charts; only those that occur."""
     rows = results.get("rows", [])
     ceilings = any(row.get("kind") == "ceiling" or row.get("ceiling") for row in rows)
     entries = [
@@ -148,7 +148,7 @@ def _scenario(
 
 
 def _about_scenario(scenario: str, rows: list[Row], quick: bool) -> str:
-    """What the scenario is, and which time its rows are ranked by."""
+    """A description of the scenario, and the time that ranks its rows."""
     touched = any(row.get("ranked") == TOUCHED for row in rows)
     # Older results have cold loads of one kind only, whatever the memory before
     about = SCENARIOS.get(scenario, "") if touched or scenario != "cold" else "Nothing of the files in the page cache."
@@ -156,7 +156,7 @@ def _about_scenario(scenario: str, rows: list[Row], quick: bool) -> str:
 
 
 def ranked_by(touched: bool) -> str:
-    """Which time rows are ranked by, in a sentence."""
+    """A sentence about the time that ranks the rows."""
     if touched:
         return "Ranked by the time to the last byte touched: the load, then one byte of every page read by one thread."
     return "Ranked by the time of the load alone."

@@ -1,4 +1,4 @@
-"""What the rows of a benchmark say: which loader is first, which bounds are missed, which rows cannot be true."""
+"""Findings in the rows of a benchmark: the first loader, missed bounds, rows that cannot be true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..results import TOUCHED
 
 Row = dict[str, Any]
 
-#: What a load gives, by `semantics`: only loaders that give the like are compared.
+#: The results of a load, by `semantics`: only loaders with the same kind of result are compared.
 SEMANTICS = {"any": "any memory", "private": "private memory", "into": "existing tensors"}
 #: Penstock as it comes, no route forced.
 PLAIN = ("penstock", "penstock copy", "penstock load_into")
@@ -91,7 +91,7 @@ class Contest:
 
     @property
     def what(self) -> str:
-        """What distinguishes this contest from others of the scenario."""
+        """The difference of this contest from others of the scenario."""
         kind = SEMANTICS.get(str(self.semantics), self.semantics) if self.several else None
         return ", ".join(part for part in (kind, "later loads" if self.loads == "later" else None) if part)
 
@@ -139,7 +139,7 @@ def contests(rows: list[Row]) -> list[Contest]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the page says first."""
+    """The first words of the page."""
 
     held: list[Row]
     missed: list[Row]

@@ -56,7 +56,7 @@ COLUMNS = (
     Column("fault", "fault", about="faster than its ceiling: the measurement is wrong"),
     Column("error", "error"),
 )  # fmt: skip
-#: What leads in a table that is ranked by the time to the last byte touched, instead of the median and the load.
+#: The first columns of a table that is ranked by the last byte touched, instead of the median and the load.
 _TO_LAST_BYTE = (
     Column("to last byte", "median_s", "load", about="median: the load, then one byte of every page touched"),
     Column("load alone", "load_s", "load", about="median, without the touch"),

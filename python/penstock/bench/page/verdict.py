@@ -1,4 +1,4 @@
-"""What the results come to, before any chart: what holds, what missed, and where penstock is not first."""
+"""The verdict before any chart: kept promises, missed ones, and contests in which penstock is not first."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ impl GpuDevice {
         let thread = std::thread::Builder::new()
             .name("penstock-gpu".to_owned())
             .spawn(move || queue::run(&theirs, &their_api, ordinal, &inbox))
-            .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's thread: {cause}")))?;
+            .map_err(|cause| Error::new(ErrorKind::Limit, format!("cannot start the GPU's copy thread: {cause}")))?;
         let (api, commands, thread, pid) = (api.clone(), Some(commands), Some(thread), std::process::id());
         Ok(Self { shared, api, pinning_threads: 1, commands, thread, in_flight: 0, patience: PATIENCE, pid })
     }

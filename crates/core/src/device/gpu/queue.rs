@@ -120,7 +120,7 @@ impl<'a> GpuQueue<'a> {
             Ok(thread) => thread,
             Err(cause) => {
                 context.give_stream(&api, stream, true);
-                return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's second thread: {cause}")));
+                return Err(Error::new(ErrorKind::Limit, format!("cannot start the GPU's waiter thread: {cause}")));
             }
         };
         let mut queue = GpuQueue {

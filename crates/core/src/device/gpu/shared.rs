@@ -16,7 +16,7 @@ pub(super) enum Command {
     Copy(Batch),
 }
 
-/// What caller, device thread and waiter thread share.
+/// State that caller, device thread and waiter thread share.
 pub(super) struct GpuShared {
     pub(super) wake: Wake,
     pub(super) state: Mutex<GpuState>,

@@ -1,4 +1,4 @@
-//! What the world knows of its load without asking the engine: what may start, what it waits for, which bytes are where.
+//! Facts that the world knows without asking the engine: what may start, what is waited for, which bytes are where.
 
 use super::super::{Event, Ready};
 use super::memory::{byte_of_file, Memory, POISON};

@@ -32,7 +32,7 @@ const MS: Nanos = 1_000_000;
 /// As `engine/deadline.rs` has it.
 const DRAIN: Nanos = 2000 * MS;
 
-/// What becomes of a read or a copy.
+/// The end of a read or a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Ends,
@@ -112,7 +112,7 @@ struct World {
     /// Wants to whose places something that hangs may write.
     may_change: HashSet<u32>,
     hand_out_held: bool,
-    /// What was done to the load from outside, first. After that the load must fail with it.
+    /// The first error that came from outside. After that the load must fail with it.
     wronged: Option<(ErrorKind, Nanos)>,
     source_told: bool,
     now: Nanos,
@@ -129,7 +129,7 @@ struct World {
     misplaced: Option<Misplaced>,
 }
 
-/// What the plan promises.
+/// The promises of the plan.
 struct Expectation {
     gpu: bool,
     sizes: Vec<u64>,
@@ -138,7 +138,7 @@ struct Expectation {
     at: Vec<Vec<usize>>,
 }
 
-/// What this world does to its load.
+/// The troubles that this world makes for its load.
 struct Cruelty {
     /// Errors, short reads, double reports, cancellation.
     trouble: bool,
@@ -377,7 +377,7 @@ impl World {
         Ok(())
     }
 
-    /// What may happen now.
+    /// Events that may happen now.
     fn happenings(&mut self) -> Vec<Happening> {
         let mut can = Vec::new();
         let failed = self.wronged.is_some();

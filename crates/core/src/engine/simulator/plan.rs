@@ -16,7 +16,7 @@ pub(super) struct Case {
     pub(super) gpu: bool,
     /// Bytes of each file.
     pub(super) sizes: Vec<u64>,
-    /// What each byte of each block has to be; `None` if it is no byte of a tensor.
+    /// The expected value of each byte of each block; `None` if it is no byte of a tensor.
     pub(super) expected: Vec<Vec<Option<u8>>>,
     /// For each block, the piece of memory in which it lies, and where. Mirror blocks that are read together lie in one
     /// piece, as in the file.

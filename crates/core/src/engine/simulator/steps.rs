@@ -206,7 +206,7 @@ impl World {
         }
     }
 
-    /// What is in flight is given up. Then it comes back after all, or not.
+    /// Reads and copies in flight are given up. Then they come back after all, or not.
     pub(super) fn abandoned(&mut self) -> Check {
         let Some((_, failed)) = self.wronged else { return Err("abandoned, and has not failed".into()) };
         hold!(self.source_told, "what is in flight is given up, and the source was not told");
@@ -252,7 +252,7 @@ impl World {
         Ok(())
     }
 
-    /// What the last step of this extent is to write may come at any time.
+    /// Bytes of the last step of this extent may come at any time.
     pub(super) fn may_write(&mut self, extent: u32) {
         self.may_change.extend(
             self.schedule.extents[extent as usize].pieces.clone().map(|p| self.schedule.pieces[p as usize].want),

@@ -69,10 +69,10 @@ const BOTH: &[Lane] = &[Lane::BUFFERED, Lane::DIRECT];
 
 const FITS: &str = "fit into half of the memory left";
 const MAPS: &str = "cold bytes are mapped, not copied";
-const THERE: &str = "the page cache holds all of it";
+const THERE: &str = "the page cache holds all wanted bytes";
 const ASKED: &str = "asked for";
-const PAST: &str = "the io asked for reads past it";
-const THROUGH: &str = "the io asked for goes through it";
+const PAST: &str = "io= reads past the page cache";
+const THROUGH: &str = "io= reads through the page cache";
 
 const ROWS: &[Row] = &[
     // Nothing asked for: mapped if possible, whatever the size; copies are kept if there is room.
@@ -110,8 +110,8 @@ const ROWS: &[Row] = &[
     (At::Huge, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((DIRECT, "bypass", "do not fit into half"))),
     (At::Tmpfs, To::Cpu, Io::Auto, Cache::Auto, Some(true), Ok((BUFFERED, "keep", THERE))),
     // Mapped files, whatever their size.
-    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, Some(false), Ok((MAPPED, "keep", "mapped files were asked for"))),
-    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, Some(false), Ok((MAPPED, "keep", "mapped files were asked for"))),
+    (At::Cold, To::Cpu, Io::Auto, Cache::Auto, Some(false), Ok((MAPPED, "keep", "copy=False asks for mapped files"))),
+    (At::Huge, To::Cpu, Io::Auto, Cache::Auto, Some(false), Ok((MAPPED, "keep", "copy=False asks for mapped files"))),
     (At::Cold, To::Cpu, Io::Auto, Cache::Bypass, Some(false), Err("which are in the page cache")),
     (At::Cold, To::Cpu, Io::Buffered, Cache::Auto, Some(false), Err("reads into private memory")),
     (At::Cold, To::Cpu, Io::Direct, Cache::Auto, Some(false), Err("reads into private memory")),

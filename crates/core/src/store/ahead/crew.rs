@@ -38,7 +38,7 @@ impl Crew {
                 state.wanted.clear();
                 state.ahead.clear();
                 state.window.clear(None);
-                let text = format!("cannot start a thread to read with: {cause}");
+                let text = format!("cannot start a read thread: {cause}");
                 return Err(Error::new(ErrorKind::Limit, text));
             }
         }

@@ -234,7 +234,7 @@ pub(super) fn parts(at: &str) -> Result<(&str, &str)> {
     let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
     if bucket.is_empty() || !bucket.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
         let text =
-            "the name of the bucket or container is empty, or has other letters than a-z, digits, '-', '.' and '_'";
+            "the name of the bucket or container is empty, or has characters other than a-z, digits, '-', '.' and '_'";
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     // Servers, and what signs, take these for steps in a path.

@@ -34,14 +34,13 @@ fn file_size(bytes: &[u8]) -> Option<u64> {
 /// The error of a body that may not be whole. Of 0 bytes it may be none: a server refuses the first byte, and gives no size.
 pub(super) fn unknown_end(bytes: usize) -> Error {
     if bytes == 0 {
-        let text =
-            "the server gave neither a byte nor the size: nothing says whether the object is empty; use a server \
+        let text = "the server gave neither bytes nor a size, so the object may be empty or not: use a server \
                     that gives sizes (Content-Range, Content-Length), or copy the file to a disk";
         return Error::new(ErrorKind::Io, text);
     }
     let text = format!(
-        "the server gave no length (Content-Length), and closed the connection after {bytes} bytes: nothing says whether that \
-         is all; use a server that gives lengths, or copy the file to a disk"
+        "the server gave no length (Content-Length), and closed the connection after {bytes} bytes, so bytes may be \
+         missing: use a server that gives lengths, or copy the file to a disk"
     );
     Error::new(ErrorKind::Io, text)
 }

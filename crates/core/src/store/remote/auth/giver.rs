@@ -65,7 +65,7 @@ impl Giver {
         if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
             let origin = &self.origin;
             let text =
-                format!("{origin} gave no token, or one with spaces or controls in it: this server needs a token");
+                format!("{origin} gave no token, or one with spaces or control characters: this server needs a token");
             return Err(invalid(text));
         }
         Ok(token.to_owned())

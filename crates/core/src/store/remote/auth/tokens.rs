@@ -68,7 +68,7 @@ impl<S: TokenSource> TokenProvider<S> {
         }
         let (token, seconds) = self.source.fetch(common, self.has_given())?;
         if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
-            let text = "it is empty, or has spaces or controls in it";
+            let text = "it is empty, or has spaces or control characters";
             return Err(NoToken::Refused(Error::new(ErrorKind::Invalid, text)));
         }
         let valid = Duration::from_secs(seconds.min(LONGEST)).saturating_sub(MARGIN);
@@ -158,7 +158,7 @@ pub(in crate::store::remote) fn asked(
     body: HttpRequestBody,
     once: bool,
 ) -> Result<(String, u64), NoToken> {
-    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "no request can be made of its settings"));
+    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "its settings do not make a valid request"));
     let request = request.body(body).map_err(no_server)?;
     let mut tries = TRIES;
     let (status, body) = loop {
@@ -178,7 +178,7 @@ pub(in crate::store::remote) fn asked(
         TokenAnswer { error, error_description, .. } => {
             let said = [error, error_description].into_iter().flatten().collect::<Vec<_>>().join(": ");
             let said: String = said.chars().filter(|c| !c.is_control()).take(160).collect();
-            let text = format!("the server that gives tokens answers {status} {said}");
+            let text = format!("the token server answers {status} {said}");
             Err(NoToken::Refused(Error::new(ErrorKind::Permission, text.trim_end())))
         }
     }

@@ -324,7 +324,7 @@ fn checked(credential: Arc<AwsCredential>, origin: &str) -> Result<Arc<AwsCreden
     let fits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_graphic());
     if !fits(&credential.key_id) || !credential.token.as_deref().is_none_or(fits) || credential.secret_key.is_empty() {
         return Err(invalid(&format!(
-            "the access key or the session token from {origin} is empty, or has spaces or controls in it"
+            "the access key or the session token from {origin} is empty, or has spaces or control characters"
         )));
     }
     Ok(credential)

@@ -177,7 +177,7 @@ fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles)
     let (region, is_fips) = (region.unwrap_or(text), region.is_some());
     if !is_region(region) {
         let text =
-            format!("{origin}: the region is empty, or has other letters than a-z, digits and '-': such as us-east-1");
+            format!("{origin}: the region is empty, or has characters other than a-z, digits, '-': such as us-east-1");
         return Err(invalid(text));
     }
     Ok((region.to_owned(), is_fips))

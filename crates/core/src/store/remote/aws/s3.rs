@@ -211,7 +211,7 @@ impl Requests for S3 {
             None => "there are no credentials yet".to_owned(),
         };
         let hint = refusal.hint(&[
-            ("AccessDenied", "S3 says so of an object that is not there, too, to those who may not list its bucket"),
+            ("AccessDenied", "S3 also answers AccessDenied for a missing object if you may not list the bucket"),
             ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
             ("SignatureDoesNotMatch", "is the secret access key right?"),
             ("RequestTimeTooSkewed", "is the clock of this machine right?"),

@@ -130,7 +130,7 @@ pub(super) fn full(uri: &str) -> Result<Address> {
 
 /// Asks, several times if there is no answer, or one that may be another the next time. Other answers than 200 are errors.
 fn asked(control: &Control, tries: u32, request: Builder, body: String) -> Result<Vec<u8>> {
-    let no_request = |_| invalid("no request can be made of its settings");
+    let no_request = |_| invalid("its settings do not make a valid request");
     let request: Request<HttpRequestBody> = request.body(body.into()).map_err(no_request)?;
     let mut left = tries;
     loop {
@@ -194,8 +194,7 @@ fn container(common: &Arc<Common>, at: &Address, token: Option<&ContainerToken>)
         };
         let token = token.trim();
         if token.is_empty() || !token.bytes().all(|b| (b' '..=b'~').contains(&b)) {
-            let text =
-                format!("the token of {variable} is empty, or has other letters than visible ones of ASCII in it");
+            let text = format!("the token of {variable} is empty, or has characters that are not visible ASCII");
             return Err(invalid(&text));
         }
         request = request.header("authorization", token);

@@ -56,8 +56,8 @@ impl Account {
         if !found.name.as_ref().is_none_or(fits) {
             return Err(invalid(
                 "the name of the storage account (account_name in storage=, AZURE_STORAGE_ACCOUNT, \
-                 AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING) is empty, or has other letters than a-z, digits \
-                 and '-'",
+                 AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING) is empty, or has characters other than \
+                 a-z, digits and '-'",
             ));
         }
         Ok(found)

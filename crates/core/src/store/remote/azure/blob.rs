@@ -66,7 +66,7 @@ impl Requests for AzureBlob {
         let is_anonymous = known.as_ref().is_some_and(|session| session.found.key.credential == Credential::None);
         if is_anonymous && refusal.error.kind() == ErrorKind::NotFound {
             return refusal.error.reworded(|why| {
-                format!("{why}; Azure says so of private containers, too, to those who give no credentials")
+                format!("{why}; Azure also answers this for private containers if you give no credentials")
             });
         }
         if refusal.error.kind() != ErrorKind::Permission {

@@ -94,7 +94,7 @@ impl Finder for Azure {
         }
         if !common.keeps_secrets(&endpoint.server) {
             return Err(invalid(
-                "the endpoint for Azure is http://, and what opens the account would be readable on the way: give an https:// \
+                "the endpoint for Azure is http://, and the credential would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
             ));
         }
@@ -157,7 +157,7 @@ impl Azure {
                 let host = of("AZURE_AUTHORITY_HOST").unwrap_or_else(|| "login.microsoftonline.com".into());
                 let scheme = if host.contains("://") { "" } else { "https://" };
                 if !tenant.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
-                    return Err(invalid("AZURE_TENANT_ID has other letters than a-z, digits, '-', '.' and '_'"));
+                    return Err(invalid("AZURE_TENANT_ID has characters other than a-z, digits, '-', '.' and '_'"));
                 }
                 let at = format!("{scheme}{}/{tenant}/oauth2/v2.0/token", host.trim_end_matches('/'));
                 match Address::parse(&at) {
@@ -184,7 +184,7 @@ impl Azure {
         if let (Some(at), Some(secret)) = (of("IDENTITY_ENDPOINT"), of("IDENTITY_HEADER")) {
             let (at, origin) = (asked_at("IDENTITY_ENDPOINT", &at)?, "the managed identity of this service".to_owned());
             if !secret.bytes().all(|b| (b' '..=b'~').contains(&b)) {
-                return Err(invalid("IDENTITY_HEADER has other letters than visible ones of ASCII in it"));
+                return Err(invalid("IDENTITY_HEADER has characters that are not visible ASCII"));
             }
             return Ok(TokenProvider::new(AzureIdentity::Service(at, secret, program), origin));
         }

@@ -103,7 +103,7 @@ impl Requests for Gcs {
         };
         let hint = refusal.hint(&[(
             "AccessDenied",
-            "Google says so of an object that is not there, too, to those who may not list its bucket",
+            "Google also answers AccessDenied for a missing object if you may not list the bucket",
         )]);
         let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
         refusal.error.reworded(|why| format!("{why}; {with}{hint}"))

@@ -163,7 +163,7 @@ impl Google {
         let host = host.strip_prefix("http://").unwrap_or(host).trim_end_matches('/');
         let parsed = Address::parse(&format!("http://{host}"));
         if !parsed.as_ref().is_ok_and(|address| address.target == "/") {
-            return Err(invalid(format!("{variable}: this is no host that can be asked: give host or host:port")));
+            return Err(invalid(format!("{variable}: this is not a host: give host or host:port")));
         }
         let origin = "the service account of this machine".to_owned();
         Ok(Some(TokenProvider::new(GoogleSource::Machine(host.to_owned()), origin)))
@@ -172,7 +172,7 @@ impl Google {
 
 fn from_file(text: String, origin: String) -> Result<TokenProvider<GoogleSource>> {
     // What is wrong with it is not shown: it would quote the file.
-    let wrong = || invalid(format!("{origin} is no file with credentials of Google"));
+    let wrong = || invalid(format!("{origin} is not a credentials file of Google"));
     let FileType { name } = serde_json::from_str(&text).map_err(|_| wrong())?;
     let source = match name.as_str() {
         "service_account" => GoogleSource::ServiceAccount(text),

@@ -65,7 +65,7 @@ fn default_port(tls: bool) -> u16 {
 }
 
 fn invalid(why: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("this is no address that can be asked for: {why}"))
+    Error::new(ErrorKind::Invalid, format!("this is not a valid address: {why}"))
 }
 
 impl Address {
@@ -92,15 +92,15 @@ impl Address {
         let port = match port.strip_prefix(':') {
             Some("") => default_port(tls),
             Some(digits) => {
-                digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| invalid("its port is no port"))?
+                digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| invalid("its port is not valid"))?
             }
             None if port.is_empty() => default_port(tls),
-            None => return Err(invalid("something stands between the host and the path")),
+            None => return Err(invalid("there is extra text between the host and the path")),
         };
         let is_ip = host.parse::<IpAddr>().is_ok();
         let named = host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
         if host.is_empty() || !(is_ip || named) {
-            return Err(invalid("its host is empty, or has other letters than a-z, digits, '-', '.' and '_'"));
+            return Err(invalid("its host is empty, or has characters other than a-z, digits, '-', '.' and '_'"));
         }
         let slash = if target.starts_with('/') { "" } else { "/" };
         let server = Server { tls, host: host.to_ascii_lowercase(), port };

@@ -100,7 +100,8 @@ pub(in crate::store::remote) enum Verdict {
     Again(Error, Option<Duration>),
     /// The server does not let us, or has no such object: it may be the address that has expired.
     Refused(Refused),
-    /// The server does not have the version that was asked for.
+    /// The server does not have the version that was asked for. After a redirect the server may compare `If-Match` with an
+    /// ETag of its own: such a request is sent again without it.
     OtherEtag(Error),
     /// It will not work.
     Failed(Error),
@@ -195,9 +196,9 @@ impl Answer {
             "content-length" => {
                 // What two programs have added may stand in one line.
                 for part in value.split(',') {
-                    let length = part.trim().parse().map_err(|_| io("the length of the answer is no number".into()))?;
+                    let length = part.trim().parse().map_err(|_| io("its Content-Length is not a number".into()))?;
                     if self.length.is_some_and(|other| other != length) {
-                        return Err(io("the answer has two lengths".into()));
+                        return Err(io("the answer has two different Content-Length fields".into()));
                     }
                     self.length = Some(length);
                 }

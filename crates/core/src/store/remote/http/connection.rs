@@ -195,7 +195,7 @@ impl Encrypted {
             match self.fill(socket) {
                 Ok(true) => {}
                 Ok(false) => {
-                    let text = "the server closed the connection before TLS had shaken hands";
+                    let text = "the server closed the connection during the TLS handshake";
                     return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),

@@ -248,7 +248,7 @@ fn parsed(bytes: &[u8], ended: bool) -> io::Result<Option<Parts>> {
         unchunked(body)?
     } else if let Some(field) = of("content-length") {
         let length = std::str::from_utf8(field.value).ok().and_then(|text| text.trim().parse::<usize>().ok());
-        let length = length.ok_or_else(|| invalid("the length of the answer is no number"))?;
+        let length = length.ok_or_else(|| invalid("the answer's Content-Length is not a number"))?;
         body.get(..length).map(<[u8]>::to_vec)
     } else {
         ended.then(|| body.to_vec())

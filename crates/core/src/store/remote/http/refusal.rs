@@ -17,8 +17,8 @@ pub(in crate::store::remote) fn refused_by_tls(e: &io::Error) -> Option<Error> {
     if let rustls::Error::InvalidCertificate(CertificateError::Other(OtherError(why))) = cause {
         if let Some(Distrust(why)) = why.downcast_ref() {
             let text = format!(
-                "the server's certificate is not trusted: {why}. If an authority of your own has signed it, or it has signed \
-                 itself, name the file with that certificate in SSL_CERT_FILE, or as ca in storage="
+                "the server's certificate is not trusted: {why}. If your own authority has signed it, or if it is \
+                 self-signed, name the file with that certificate in SSL_CERT_FILE, or as ca in storage="
             );
             return Some(Error::new(ErrorKind::Io, text));
         }

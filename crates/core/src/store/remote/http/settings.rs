@@ -28,7 +28,7 @@ impl Bearer {
             return Err(invalid("a token is for a server: give its address without a path"));
         }
         if token.shown().is_empty() || !token.shown().bytes().all(|b| b.is_ascii_graphic()) {
-            return Err(invalid("the token is empty, or has other letters than visible ones of ASCII"));
+            return Err(invalid("the token is empty, or has characters that are not visible ASCII"));
         }
         Ok(Bearer { server: address.server, token })
     }

@@ -80,7 +80,8 @@ impl Socket {
         }
     }
 
-    /// Has it sent over this interface only. Linux lets every process do so since 5.7.
+    /// Binds the socket to an interface. Linux lets every process do so since 5.7. A socket that is bound to an address only
+    /// may still send over another interface.
     fn bind(&self, interface: &str) -> io::Result<()> {
         let (fd, name, size) = (self.0.as_raw_fd(), interface.as_ptr().cast(), interface.len() as libc::socklen_t);
         // SAFETY: a text of that length.

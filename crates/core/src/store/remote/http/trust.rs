@@ -189,13 +189,13 @@ fn explained(e: &Error, known: Option<&Certificate>, name: &ServerName<'_>) -> S
             match &known.names {
                 Some(names) => format!("it is for {}, and not for {host}", listed(names)),
                 None => format!(
-                    "it has no subjectAltName, so it is for no name; its common name (CN {}) counts only where the certificate \
-                     itself is trusted, byte for byte",
+                    "it has no subjectAltName, so it names no host; its common name (CN {}) counts only if the trusted \
+                     certificates contain this certificate",
                     listed(&known.subject)
                 ),
             }
         }
-        CertificateError::UnknownIssuer => format!("no trusted authority has signed it, but {}", listed(&known.issuer)),
+        CertificateError::UnknownIssuer => format!("no trusted authority signed it (issuer: {})", listed(&known.issuer)),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => NOT_FOR_SERVERS.to_owned(),
         CertificateError::UnhandledCriticalExtension => "it has a critical extension that is not understood".to_owned(),
         CertificateError::UnsupportedSignatureAlgorithmContext { .. }
@@ -204,7 +204,7 @@ fn explained(e: &Error, known: Option<&Certificate>, name: &ServerName<'_>) -> S
         }
         CertificateError::BadSignature => "a signature in its chain is wrong".to_owned(),
         CertificateError::Other(other) if other.to_string().contains("CaUsedAsEndEntity") => {
-            format!("it is that of an authority ({}), and not itself trusted, byte for byte", listed(&known.subject))
+            format!("it is an authority's own certificate ({}), and not a trusted one", listed(&known.subject))
         }
         other => other.to_string(),
     }
@@ -214,7 +214,7 @@ fn explained(e: &Error, known: Option<&Certificate>, name: &ServerName<'_>) -> S
 fn listed(names: &[String]) -> String {
     let plain = |name: &String| name.chars().filter(|c| !c.is_control()).take(80).collect::<String>();
     match names {
-        [] => "nobody that has a name".to_owned(),
+        [] => "an authority without a name".to_owned(),
         names => names.iter().take(4).map(plain).collect::<Vec<_>>().join(", "),
     }
 }

@@ -56,7 +56,9 @@ impl Tunnel {
             let mut part = [0; 1024];
             let got = stream.read(&mut part)?;
             if got == 0 || self.answer.len() > LONGEST {
-                return Err(self.wrong("the proxy closed the connection, or says too much, before it answered"));
+                return Err(self.wrong(
+                    "the proxy closed the connection before its answer was complete, or its answer is too long",
+                ));
             }
             self.answer.extend_from_slice(&part[..got]);
         }
@@ -107,7 +109,7 @@ pub(in crate::store::remote) fn refused(e: &io::Error) -> Option<Error> {
 pub(in crate::store::remote) fn denied(why: String, status: u16) -> Error {
     let advice = match status {
         407 => "it wants a user's name and a password: storage={\"proxy\": \"http://user:password@host:port\"}",
-        _ => "does it let through to this server, and is it the right one? (storage proxy, HTTPS_PROXY, NO_PROXY)",
+        _ => "does it allow this server, and is it the right proxy? (storage proxy, HTTPS_PROXY, NO_PROXY)",
     };
     Error::new(ErrorKind::Permission, format!("{why}; {advice}")).answered(status, None)
 }

@@ -306,7 +306,7 @@ impl<S: WireEnd> Link<S> {
             }
             if got == 0 {
                 let text = match &self.chunks {
-                    Some(_) => "the server ended the body before all of its bytes had come",
+                    Some(_) => "the server ended the body too early",
                     None => "the server closed the connection within the body",
                 };
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));

@@ -100,7 +100,7 @@ impl BodyPlaces {
             Destination::OnArrival => Ok(None),
             Destination::Mapping { .. } | Destination::Rows { .. } => Err(Error::new(
                 ErrorKind::Internal,
-                "nothing of a web server can be mapped, or read row by row; please report this",
+                "files of a web server cannot be mapped or read row by row; please report this",
             )),
         }
     }
