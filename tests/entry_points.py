@@ -132,6 +132,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "stop_reading_ahead": Call(None, 0.1),
         "unchecked_hosts": Call(None),
         "under_way": Call(None),
+        "schemes": Call(None),
         "storage_defaults": Call(None),
         "storage_settings": Call(None),
         "unwritable": Call(None, [(4096, 8192)]),

@@ -2,6 +2,8 @@
 
 use crate::extent::Lane;
 use crate::options::MIB;
+use crate::sync::Mutex;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Loads with fewer cold bytes than this do not try the pace of the storage. They keep. A trial times a third of it each way.
@@ -79,6 +81,18 @@ impl Cold {
         }
     }
 }
+
+/// What happens to cold bytes, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Choice {
+    /// [`Cold::Keep`] or [`Cold::Bypass`].
+    pub(crate) cold: Cold,
+    /// The reason, for the report.
+    pub(crate) reason: String,
+}
+
+/// The last choice of a trial, for the report. `None` until there is one.
+pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 
 /// How a load travels.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -24,7 +24,7 @@ use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
 use crate::plan::Planned;
-use crate::source::{Dispatcher, LaneSource, Reading, Source};
+use crate::source::{Dispatcher, LaneSource, Source, SourceRequest};
 use crate::staging::Ring;
 use crate::stats::{AmongRanks, Tally};
 use crate::store::{patiently, DiskUse, Files, Storage};
@@ -38,7 +38,7 @@ use std::sync::Arc;
 /// Copy workers by default: more do not use the memory bus any better.
 const MOST_WORKERS: usize = 16;
 /// From this much private memory on, the load asks first whether the process can have it: the kernel promises any
-/// amount and kills a process that uses it. Reading the limits of control groups takes twenty system calls, which a
+/// amount and kills a process that uses it. SourceRequest the limits of control groups takes twenty system calls, which a
 /// smaller load would notice.
 const WORTH_ASKING: u64 = 1 << 30;
 
@@ -217,8 +217,8 @@ fn assemble(
     plan.report.fallbacks.extend(less);
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
-    let reading = Reading { timeline: timeline.clone(), ..Reading::new(options.io, routing.clone()) };
-    let mut source = files.source(&reading)?;
+    let asked = SourceRequest { timeline: timeline.clone(), ..SourceRequest::new(options.io, routing.clone()) };
+    let mut source = files.source(&asked)?;
     if let Some(decorate) = stand_ins.decorate {
         let decorated = decorate(Box::new(source), files.local())?;
         source = Dispatcher::new(Vec::new());
@@ -300,7 +300,7 @@ fn assemble(
         fence,
         _disk: disk,
         routing: routing.clone(),
-        trial: (routing.cold == Cold::Try).then_some(reading.chosen),
+        trial: (routing.cold == Cold::Try).then_some(asked.chosen),
         sends,
         choosing,
         skipped: Vec::new(),

@@ -63,7 +63,7 @@ pub use threads::Threads;
 pub use throttle::{Release, Throttle, Throttling};
 pub use touch::Touches;
 pub(crate) use touch::{is_slow, SLOW_TOUCH, TOUCH_SAMPLE};
-pub(crate) use trial::{Chosen, Trial};
+pub(crate) use trial::Trial;
 pub use uring::{RingMode, Uring};
 
 use crate::error::{Error, ErrorKind, Result};
@@ -73,7 +73,7 @@ use crate::options::Io;
 use crate::rows::RowPlaces;
 use crate::store::Files;
 use crate::timeline::Timeline;
-use crate::way::Routing;
+use crate::way::{Chosen, Routing};
 use std::any::Any;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -81,9 +81,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How a load reads: what the sources of its stores are made for.
+/// The terms of a load for the sources of its stores.
 #[derive(Debug, Clone)]
-pub struct Reading {
+pub struct SourceRequest {
     /// The interface that the caller asked for.
     pub io: Io,
     /// What was decided before the load.
@@ -94,10 +94,10 @@ pub struct Reading {
     pub(crate) chosen: Chosen,
 }
 
-impl Reading {
+impl SourceRequest {
     /// Reads by `io`, as `routing` says.
-    pub fn new(io: Io, routing: Arc<Routing>) -> Reading {
-        Reading { io, routing, timeline: None, chosen: Chosen::default() }
+    pub fn new(io: Io, routing: Arc<Routing>) -> SourceRequest {
+        SourceRequest { io, routing, timeline: None, chosen: Chosen::default() }
     }
 }
 

@@ -22,8 +22,8 @@ use crate::fallback::Fallback;
 use crate::machine::page_size;
 use crate::options::{GB, MIB};
 use crate::store::{cached_pages, Files};
-use crate::sync::{lock, Mutex};
-use crate::way::{Cold, WORTH_A_TRIAL};
+use crate::sync::lock;
+use crate::way::{Choice, Chosen, Cold, WORTH_A_TRIAL};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
@@ -48,18 +48,6 @@ const SHARE_IF_SLOW: f64 = 0.5;
 const MOSTLY: f64 = 0.75;
 /// The same of the bytes that were read past the page cache. Another process may be further back.
 const IN_PART: f64 = 0.25;
-
-/// What happens to cold bytes, and why.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Choice {
-    /// [`Cold::Keep`] or [`Cold::Bypass`].
-    pub(crate) cold: Cold,
-    /// The reason, for the report.
-    pub(crate) reason: String,
-}
-
-/// The last choice of a trial, for the report. `None` until there is one.
-pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 
 /// A source whose direct reads go past the page cache or through it, as the pace of the storage says.
 pub(crate) struct Trial {

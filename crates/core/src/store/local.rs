@@ -5,7 +5,7 @@ use super::files::Files;
 use super::object::Objects;
 use super::residency::Residency;
 use crate::error::Result;
-use crate::source::{LaneSource, Reading, Router, Trial};
+use crate::source::{LaneSource, Router, SourceRequest, Trial};
 use crate::way::Cold;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -37,8 +37,8 @@ impl Objects for Files {
         Files::may_hang(self)
     }
 
-    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
-        let Reading { io, routing, timeline, chosen } = reading;
+    fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {
+        let SourceRequest { io, routing, timeline, chosen } = request;
         let router = Router::recorded(self.clone(), *io, routing, timeline.as_ref())?;
         Ok(vec![match routing.cold {
             Cold::Try => LaneSource::of_all(Trial::new(router.late(), router, self, chosen.clone())),

@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::options::Io;
 #[cfg(any(test, feature = "testing"))]
 use crate::source::{Dispatcher, Source};
-use crate::source::{LaneSource, Reading};
+use crate::source::{LaneSource, SourceRequest};
 #[cfg(any(test, feature = "testing"))]
 use crate::way::Routing;
 use std::fmt::Debug;
@@ -163,7 +163,7 @@ pub trait Objects: Send + Sync + Debug {
     }
 
     /// The sources of the files: each lane that `facts` names is served by one of them.
-    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>>;
+    fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>>;
 }
 
 #[cfg(any(test, feature = "testing"))]
@@ -171,7 +171,7 @@ impl dyn Objects {
     /// The source of all lanes of the files, for tests.
     pub fn source(self: Arc<Self>, io: Io, routing: &Arc<Routing>) -> Result<Box<dyn Source>> {
         let mut dispatcher = Dispatcher::new(Vec::new());
-        let sources = self.sources(&Reading::new(io, routing.clone()))?;
+        let sources = self.sources(&SourceRequest::new(io, routing.clone()))?;
         sources.into_iter().try_for_each(|source| dispatcher.add(Some(0), source))?;
         Ok(Box::new(dispatcher))
     }

@@ -9,7 +9,7 @@ use super::residency::Residency;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Mapping;
-use crate::source::{Dispatcher, Reading};
+use crate::source::{Dispatcher, SourceRequest};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -218,7 +218,7 @@ impl Storage {
     }
 
     /// What reads all files: the sources of their stores, as one.
-    pub(crate) fn source(&self, reading: &Reading) -> Result<Dispatcher> {
+    pub(crate) fn source(&self, request: &SourceRequest) -> Result<Dispatcher> {
         let local = self.others.len();
         let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(local, |found| found.store));
         let of_file: Vec<usize> = of_file.collect();
@@ -226,7 +226,7 @@ impl Storage {
         let mut dispatcher = Dispatcher::new(of_file);
         let stores = self.others.iter().cloned().chain(has_local.then(|| self.local.clone() as Arc<dyn Objects>));
         for (store, objects) in stores.enumerate() {
-            objects.sources(reading)?.into_iter().try_for_each(|source| dispatcher.add(Some(store), source))?;
+            objects.sources(request)?.into_iter().try_for_each(|source| dispatcher.add(Some(store), source))?;
         }
         Ok(dispatcher)
     }

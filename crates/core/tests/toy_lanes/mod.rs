@@ -5,7 +5,7 @@
 use crate::toy_device::pointer;
 use penstock::error::{Error, ErrorKind, Result};
 use penstock::extent::{Declared, Fence, FileLanes, Lands, Lane, Ticket};
-use penstock::source::{Destination, Done, LaneSource, Progress, Read, Reading, Source};
+use penstock::source::{Destination, Done, LaneSource, Progress, Read, Source, SourceRequest};
 use penstock::store::{Facts, Head, Location, Object, Objects, Residency, Store};
 use penstock::wake::Wake;
 use std::fs::File;
@@ -119,8 +119,8 @@ impl Objects for WrappedObjects {
         self.inner.verify(file)
     }
 
-    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
-        let mut sources = self.inner.clone().sources(reading)?;
+    fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {
+        let mut sources = self.inner.clone().sources(request)?;
         let lanes = vec![if matches!(self.adds, Adds::Landing) { LANDS } else { COPY }];
         let (queue, given_up, wake) = (Vec::new(), Vec::new(), Wake::new()?);
         sources.push(LaneSource { lanes, source: Box::new(Polled { objects: self, queue, given_up, wake }) });

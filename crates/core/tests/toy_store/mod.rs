@@ -4,7 +4,7 @@
 
 use penstock::error::{Error, ErrorKind, Result};
 use penstock::extent::{Declared, FileLanes, Lane, TakesSlab, Ticket};
-use penstock::source::{Destination, Done, LaneSource, Progress, Read, Reading, Source};
+use penstock::source::{Destination, Done, LaneSource, Progress, Read, Source, SourceRequest};
 use penstock::store::{Facts, FsKind, Head, Location, Object, Objects, Store, Version};
 use penstock::wake::Wake;
 use std::any::Any;
@@ -188,10 +188,10 @@ impl Objects for ToyObjects {
         self.server.pinned(self.object(file)).map(drop)
     }
 
-    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
+    fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {
         let depth = match self.server.staging {
-            TakesSlab::AtRequest => reading.routing.depth,
-            TakesSlab::AtArrival => reading.routing.requests,
+            TakesSlab::AtRequest => request.routing.depth,
+            TakesSlab::AtArrival => request.routing.requests,
         };
         Ok(vec![LaneSource::of_all(ToySource::new(self, depth)?)])
     }

@@ -67,7 +67,7 @@ use super::watch::{answered, stall, still_wanted};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{FileLanes, Lane, Ticket};
 use crate::options::MIB;
-use crate::source::{LaneSource, Reading};
+use crate::source::{LaneSource, SourceRequest};
 use crate::sync::{lock, Mutex};
 use std::collections::hash_map::DefaultHasher;
 use std::collections::HashMap;
@@ -269,8 +269,8 @@ impl Objects for WebObjects {
         Some(self.counts.traffic())
     }
 
-    fn sources(self: Arc<Self>, reading: &Reading) -> Result<Vec<LaneSource>> {
+    fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {
         let (common, objects, counts) = (self.common.clone(), self.objects.clone(), self.counts.clone());
-        Ok(vec![LaneSource::of_all(WebSource::new(common, objects, counts, &reading.routing)?)])
+        Ok(vec![LaneSource::of_all(WebSource::new(common, objects, counts, &request.routing)?)])
     }
 }

@@ -15,11 +15,11 @@ pub(in crate::store) struct Provider {
     /// The variables of the environment that its requests depend on.
     variables: &'static [&'static str],
     /// Its requests, with these settings. What the settings leave out is looked for in the environment.
-    pub(super) requests: fn(StorageSettings, Environment) -> Asked,
+    pub(super) requests: fn(StorageSettings, Environment) -> MadeRequests,
 }
 
 /// How servers are asked: on which terms, and with which requests.
-type Asked = (Arc<Common>, Arc<dyn Requests>);
+type MadeRequests = (Arc<Common>, Arc<dyn Requests>);
 
 /// Web servers, and the providers.
 pub(super) static WEB: Provider =
