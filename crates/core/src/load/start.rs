@@ -38,7 +38,7 @@ use std::sync::Arc;
 /// Copy workers by default: more do not use the memory bus any better.
 const MOST_WORKERS: usize = 16;
 /// From this much private memory on, the load asks first whether the process can have it: the kernel promises any
-/// amount and kills a process that uses it. SourceRequest the limits of control groups takes twenty system calls, which a
+/// amount and kills a process that uses it. Reading the limits of control groups takes twenty system calls, which a
 /// smaller load would notice.
 const WORTH_ASKING: u64 = 1 << 30;
 
