@@ -5,6 +5,7 @@
 
 pub(crate) mod addresses;
 mod among;
+mod blocks;
 mod choosing;
 mod drive;
 mod handle;

@@ -1,6 +1,7 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
 use super::among::{Among, Received};
+use super::blocks::{allocate, arena, check_room, our_blocks};
 use super::choosing::Choosing;
 use super::drive::{Began, Driver, GpuBlocks, Record};
 use super::handle::Load;
@@ -10,7 +11,7 @@ use crate::detached::here;
 use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
-use crate::device::{Device, Fence};
+use crate::device::Device;
 use crate::engine::{nanos, Bounds, Engine, Event};
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(any(test, feature = "testing"))]
@@ -18,9 +19,8 @@ use crate::extent::TakesSlab;
 use crate::extent::{Extent, Landing};
 use crate::fallback::Fallback;
 use crate::machine;
-use crate::memory::{Arena, Block, Mapping};
-use crate::options::{pool_bytes, Exchanging, Io, Options, PAGE};
-use crate::plan::layout::{BlockKind, BlockSpec, Layout};
+use crate::memory::Block;
+use crate::options::{pool_bytes, Exchanging, Io, Options};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
 use crate::plan::Planned;
@@ -30,17 +30,13 @@ use crate::stats::{AmongRanks, Tally};
 use crate::store::{patiently, DiskUse, Files, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
-use crate::way::{Cold, Routing};
+use crate::way::Cold;
 use serde_json::json;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Copy workers by default: more do not use the memory bus any better.
 const MOST_WORKERS: usize = 16;
-/// From this much private memory on, the load asks first whether the process can have it: the kernel promises any
-/// amount and kills a process that uses it. Reading the limits of control groups takes twenty system calls, which a
-/// smaller load would notice.
-const WORTH_ASKING: u64 = 1 << 30;
 
 /// Wraps a source.
 type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
@@ -396,137 +392,6 @@ fn planned_and_mapped(
     }
 }
 
-/// The memory of all blocks that have it from the start, and the fence of the caller's memory.
-fn allocate(
-    layout: &Layout,
-    ours: Vec<Block>,
-    memory: Memory,
-    at: Where,
-) -> Result<(Vec<Option<Block>>, Option<Fence>)> {
-    let (blocks, fence) = match (memory, at) {
-        (Memory::Into { tensors, keep, fence }, _) => {
-            let theirs = layout.blocks.iter().map(|block| match block.kind {
-                BlockKind::Foreign { want } => Ok(Block::held(tensors[want as usize].address, keep.clone())),
-                _ => Err(Error::new(ErrorKind::Internal, "a block of our own among foreign memory")),
-            });
-            (theirs.collect::<Result<Vec<_>>>()?, fence)
-        }
-        (Memory::Ours, Where::Cpu) => (ours, None),
-        (Memory::Granted, Where::Cpu) => {
-            return Err(Error::new(ErrorKind::Invalid, "blocks are granted for GPU targets only"));
-        }
-        // Granted as the engine wants them, by the caller or by the engine thread itself.
-        (Memory::Ours | Memory::Granted, Where::Gpu(_)) => return Ok((vec![None; layout.blocks.len()], None)),
-    };
-    Ok((blocks.into_iter().map(Some).collect(), fence))
-}
-
-/// Refuses loads that can never fit. A stream is not checked: only its window is in memory at once.
-fn check_room(layout: &Layout, stretches: &[u32], routing: &Routing) -> Result<()> {
-    let wanted: u64 = layout.blocks.iter().filter(|b| is_private(b, routing)).map(|b| b.nbytes).sum();
-    if wanted < WORTH_ASKING {
-        return Ok(());
-    }
-    // What lies between the blocks of a stretch is memory too.
-    let (wanted, _) = arena(layout, stretches, routing);
-    let most = machine::memory_most();
-    if wanted <= most {
-        return Ok(());
-    }
-    Err(Error::new(
-        ErrorKind::OutOfMemory,
-        format!(
-            "the load needs {wanted} bytes of private memory, but this process can have no more than {most} of memory and swap; \
-             map files of a local disk instead of copying them, load fewer tensors at once, or stream them"
-        ),
-    ))
-}
-
-/// Whether the block is private memory of this process: not a mapped file, and not the caller's.
-fn is_private(block: &BlockSpec, routing: &Routing) -> bool {
-    match block.kind {
-        BlockKind::Mirror { file, .. } => !routing.way(file).is_mapped(),
-        BlockKind::Dense => true,
-        BlockKind::Foreign { .. } => false,
-    }
-}
-
-/// The arena's length, and where in it each private block starts. Blocks start at pages. Those of a stretch lie as they lie
-/// in the file.
-fn arena(layout: &Layout, stretches: &[u32], routing: &Routing) -> (u64, Vec<Option<u64>>) {
-    let from = |block: &BlockSpec| match block.kind {
-        BlockKind::Mirror { start, .. } => start,
-        _ => 0,
-    };
-    let private = |number: u32| is_private(&layout.blocks[number as usize], routing);
-    let mut lengths = vec![0u64; layout.blocks.len()];
-    for (block, &first) in layout.blocks.iter().zip(stretches).filter(|(_, first)| private(**first)) {
-        let before = from(block) - from(&layout.blocks[first as usize]);
-        let length = &mut lengths[first as usize];
-        *length = (*length).max(before + block.nbytes.next_multiple_of(PAGE));
-    }
-    let mut len = 0u64;
-    let mut starts: Vec<Option<u64>> = lengths
-        .into_iter()
-        .zip(0..)
-        .map(|(length, number)| {
-            let start = private(number).then_some(len);
-            len = len.saturating_add(length);
-            start
-        })
-        .collect();
-    for (number, &first) in (0..).zip(stretches).filter(|(number, first)| number != *first && private(*number)) {
-        let before = from(&layout.blocks[number as usize]) - from(&layout.blocks[first as usize]);
-        starts[number as usize] = starts[first as usize].map(|start| start + before);
-    }
-    (len, starts)
-}
-
-/// Blocks in memory of this process: mapped files, and one arena for the rest; or why the kernel gives no such memory.
-fn our_blocks(layout: &Layout, stretches: &[u32], files: &Storage, routing: &Routing) -> Result<Result<Vec<Block>>> {
-    let (arena_len, starts) = arena(layout, stretches, routing);
-    let arena = match arena_len {
-        0 => None,
-        len => {
-            let places = layout.places.iter().filter_map(|p| Some((starts[p.block as usize]? + p.offset, p.nbytes)));
-            match Arena::new(len, places) {
-                Ok(arena) => Some(Arc::new(arena)),
-                Err(refusal) => return Ok(Err(refusal)),
-            }
-        }
-    };
-    // Several blocks may lie in one file, and it is mapped once.
-    let mut mappings: Vec<Option<Arc<Mapping>>> = vec![None; files.len()];
-    for block in &layout.blocks {
-        let BlockKind::Mirror { file, .. } = block.kind else { continue };
-        if routing.way(file).is_mapped() && mappings[file as usize].is_none() {
-            match map(files, file, routing)? {
-                Ok(mapping) => mappings[file as usize] = Some(Arc::new(mapping)),
-                Err(refusal) => return Ok(Err(refusal)),
-            }
-        }
-    }
-    let block = |(block, start): (&BlockSpec, Option<u64>)| match (block.kind, start, &arena) {
-        (_, Some(start), Some(arena)) => Ok(Block::arena(arena, start)),
-        // Only empty tensors: any non-null aligned address will do.
-        (_, Some(_), None) => Ok(Block::held(PAGE, Arc::new(()))),
-        (BlockKind::Mirror { file, start }, None, _) => {
-            let none = || Error::new(ErrorKind::Internal, "a block of a file that is not mapped");
-            Ok(Block::mapping(mappings[file as usize].as_ref().ok_or_else(none)?, start))
-        }
-        (_, None, _) => Err(Error::new(ErrorKind::Internal, "a foreign block without foreign memory")),
-    };
-    layout.blocks.iter().zip(starts).map(block).collect::<Result<Vec<_>>>().map(Ok)
-}
-
-fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Result<Mapping>> {
-    let mapping = files.map(file)?;
-    if let (Ok(mapping), true) = (&mapping, routing.way(file).in_part) {
-        mapping.read_no_further(true);
-    }
-    Ok(mapping)
-}
-
 /// The device that copies slabs to their blocks; `None` if everything lands in place.
 fn device(
     at: Where,
@@ -558,67 +423,4 @@ fn spawn(driver: Driver) -> Result<JoinHandle<()>> {
     // EAGAIN alone says little: the cause is RLIMIT_NPROC or the pids limit of the cgroup.
     let refused = |e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}"));
     Builder::new().name("penstock-engine".into()).spawn(move || driver.run()).map_err(refused)
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use crate::extent::Lane;
-    use crate::way::Way;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn the_blocks_of_a_stretch_lie_as_in_the_file_and_no_two_blocks_overlap(
-            blocks in prop::collection::vec((0..5u8, 1..40_000u64, 0..5u64), 1..20),
-            mapped in any::<[bool; 2]>(),
-            gap in 0..5u64,
-        ) {
-            // Mirrors of two files, dense and foreign blocks; the numbers say nothing of the order in the file.
-            let (mut layout, mut stretches, mut ends) = (Layout::default(), Vec::new(), [(0u64, None); 2]);
-            for (number, &(kind, nbytes, hole)) in (0u32..).zip(&blocks) {
-                let (kind, nbytes) = match kind {
-                    0 => (BlockKind::Dense, nbytes),
-                    1 => (BlockKind::Foreign { want: number }, nbytes),
-                    n => {
-                        let (file, nbytes) = (u32::from(n % 2), nbytes.next_multiple_of(PAGE));
-                        let (end, before) = &mut ends[file as usize];
-                        let start = *end + hole * PAGE;
-                        let together = before.is_some() && (mapped[file as usize] || hole <= gap);
-                        let first = before.filter(|_| together).unwrap_or(number);
-                        (*end, *before) = (start + nbytes, Some(first));
-                        stretches.push(first);
-                        layout.blocks.push(BlockSpec { kind: BlockKind::Mirror { file, start }, nbytes });
-                        continue;
-                    }
-                };
-                stretches.push(number);
-                layout.blocks.push(BlockSpec { kind, nbytes });
-            }
-            let count = layout.blocks.len() as u32;
-            layout.blocks.reverse();
-            stretches.reverse();
-            stretches.iter_mut().for_each(|first| *first = count - 1 - *first);
-            let mapping = |mapped: bool| mapped.then_some(Lane::MAPPED);
-            let ways = mapped.map(|mapped| Way { mapping: mapping(mapped), ..Way::default() }).to_vec();
-            let routing = Routing { ways, ..Routing::default() };
-            let (len, starts) = arena(&layout, &stretches, &routing);
-            let mut taken = Vec::new();
-            for (number, block) in (0..).zip(&layout.blocks) {
-                prop_assert_eq!(starts[number].is_some(), is_private(block, &routing));
-                let Some(start) = starts[number] else { continue };
-                prop_assert_eq!(start % PAGE, 0);
-                taken.push((start, start + block.nbytes));
-                let first = stretches[number] as usize;
-                if let (BlockKind::Mirror { start: at, .. }, BlockKind::Mirror { start: from, .. }) =
-                    (block.kind, layout.blocks[first].kind)
-                {
-                    prop_assert_eq!(Some(start - (at - from)), starts[first]);
-                }
-            }
-            taken.sort_unstable();
-            prop_assert!(taken.windows(2).all(|pair| pair[0].1 <= pair[1].0), "{:?}", taken);
-            prop_assert!(taken.last().is_none_or(|last| last.1 <= len));
-        }
-    }
 }
