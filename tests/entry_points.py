@@ -124,6 +124,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "names_in": Call(None, str(folder), 5.0, {"connections": 3}),
         "probe": Call(None, path),
         "proxy": Call(None, "https://127.0.0.1/x", {"proxy": "http://user@127.0.0.1:1"}),
+        "option_table": Call(None),
         "quiesce": Call(None, "told to", 1.0),
         "residency": Call(None, path),
         "release_staging": Call(None),

@@ -39,6 +39,7 @@ __all__ = [
     "head",
     "look",
     "names_in",
+    "option_table",
     "is_resident",
     "missing_where_mappable",
     "pack_wants",
@@ -65,6 +66,7 @@ __version__: Final[str]
 class Options:
     """Options of one load: see `penstock.Options`. An unknown keyword is a ValueError that lists the known ones."""
 
+    # options: begin (python tools/option_docs.py)
     def __new__(
         cls,
         *,
@@ -87,7 +89,6 @@ class Options:
         bind: str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
-    def __reduce__(self) -> tuple[Callable[[], Options], tuple[()]]: ...
     @property
     def cache(self) -> Cache: ...
     @property
@@ -109,8 +110,6 @@ class Options:
     @property
     def gap(self) -> int | Literal["auto"]: ...
     @property
-    def _least_gap(self) -> int: ...
-    @property
     def pinning_threads(self) -> int: ...
     @property
     def exchange(self) -> Exchange: ...
@@ -126,6 +125,10 @@ class Options:
     def bind(self) -> str: ...
     @property
     def trace(self) -> str: ...
+    # options: end
+    def __reduce__(self) -> tuple[Callable[[], Options], tuple[()]]: ...
+    @property
+    def _least_gap(self) -> int: ...
     @staticmethod
     def names() -> list[str]:
         """The everyday ones first."""
@@ -665,6 +668,12 @@ def unchecked_hosts() -> list[str]:
 
 def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """Which address ranges (first byte, past the last) of this process cannot be written to, by number, and why."""
+
+def option_table() -> list[dict[str, Any]]:
+    """Of each option, in their order: "name", "group", "form" (kind of values), "word" (for a value, on the command
+    line), "texts" (those of a choice), "default", "means" (what a default means that is no value of its own: 0 or ""),
+    "help" (for the command line), "doc" (for `help`, an empty line, for the documentation).
+    """
 
 def stall_timeout(value: float | None = None) -> float:
     """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else

@@ -3,7 +3,8 @@
 use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer, Listed};
-use crate::options::{repr, size, value_of};
+use crate::options::{repr, value_of};
+use penstock::options::size;
 use penstock::store::{
     check_endpoint, check_interfaces, check_region, meant, Addressing, Bearer, NodeSettings, ProfileSource, Proxies,
     Secret, StorageSettings, Stores, WebSettings,
