@@ -1,10 +1,11 @@
-"""Writes what type checkers and the documentation say of the options, from the table in the core.
+"""Writes what type checkers and the documentation say of options and of settings of stores: the tables of the core.
 
     python tools/option_docs.py [--check]
 
-The table is `crates/core/src/options/table.rs`. Build the extension first (`make develop`). The texts stand between two
-markers in `python/penstock/_core.pyi` and `docs/tuning.md`. `--check` writes nothing. It fails if a file is not what it
-would be.
+The tables are `crates/core/src/options/table.rs` and `crates/core/src/store/remote/settings.rs`. Build the extension
+first (`make develop`). The texts stand between two markers: those of options in `python/penstock/_core.pyi` and
+`docs/tuning.md`, those of settings in `python/penstock/_choices.py` and `docs/api.md`. `--check` writes nothing. It
+fails if a file is not what it would be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -20,15 +22,19 @@ from penstock import _choices, _core
 from penstock._options import default_text
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What a keyword takes besides None, and what the attribute gives, by the form of an option.
+#: What a keyword takes besides None, and what the attribute gives, by the form of an option or a setting.
 TYPES = {
+    "Flag": ("bool", "bool"),
     "Undecided": ("bool", "bool | None"),
     "Size": ("int | str", "int"),
     "SizeOrAuto": ("int | str", 'int | Literal["auto"]'),
     "Count": ("int", "int"),
     "Seconds": ("float", "float"),
     "Text": ("str", "str"),
+    "Secret": ("str", "str"),
+    "Names": ("Sequence[str] | str", "list[str]"),
     "File": ("str | os.PathLike[str]", "str"),
+    "Callable": ("Callable[[], Mapping[str, object]]", "Callable[[], Mapping[str, object]]"),
 }
 #: The names of the types of `penstock._choices`, by their values.
 CHOICES = {get_args(kind): name for name, kind in vars(_choices).items() if get_args(kind)}
@@ -66,24 +72,59 @@ def default_cell(option: dict[str, Any]) -> str:
     return re.sub(r"(?<=\d)(?=[KMG]iB)", " ", text)
 
 
-def rows(options: list[dict[str, Any]]) -> str:
-    """The table of some options in the documentation."""
+def descriptions(entry: dict[str, Any]) -> tuple[str, str]:
+    """What Python says of an option or a setting, and what the documentation does."""
+    python, _, documentation = entry["doc"].partition("\n\n")
+    return " ".join(python.split()), " ".join(documentation.split())
+
+
+def rows(group: str) -> str:
+    """The table of the options of a group in the documentation."""
     lines = ["\n| option | default | meaning; when to change it |\n|---|---|---|\n"]
-    for option in options:
-        meaning = " ".join(option["doc"].partition("\n\n")[2].split())
-        lines.append(f"| `{option['name']}` | {default_cell(option)} | {meaning} |\n")
+    for option in _core.option_table():
+        if option["group"] == group:
+            lines.append(f"| `{option['name']}` | {default_cell(option)} | {descriptions(option)[1]} |\n")
     return "".join([*lines, "\n"])
 
 
-def _of(group: str) -> list[dict[str, Any]]:
-    return [option for option in _core.option_table() if option["group"] == group]
+def members() -> str:
+    """The members of the type `Storage`."""
+    lines = []
+    for setting in _core.storage_table():
+        said = textwrap.fill(
+            f'"""{descriptions(setting)[0].replace("`", "``")}"""',
+            120,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(f"    {setting['name']}: {types(setting)[0]} | None\n{said}\n")
+    return "\n".join(lines)
+
+
+def setting_rows(group: str) -> str:
+    """The table of the settings of a group in the documentation. A setting without a description there shares the row
+    of the next one."""
+    lines, names = ["\n| setting | meaning |\n|---|---|\n"], []
+    for setting in _core.storage_table():
+        if setting["group"] == group:
+            names.append(f"`{setting['name']}`")
+            if meaning := descriptions(setting)[1]:
+                lines.append(f"| {', '.join(names)} | {meaning} |\n")
+                names = []
+    return "".join([*lines, "\n"])
 
 
 #: What stands between the markers of a file.
 PARTS: list[tuple[str, str, Callable[[], str]]] = [
     ("python/penstock/_core.pyi", "options", lambda: stubs(_core.option_table())),
-    ("docs/tuning.md", "everyday options", lambda: rows(_of("everyday"))),
-    ("docs/tuning.md", "advanced options", lambda: rows(_of("advanced"))),
+    ("docs/tuning.md", "everyday options", lambda: rows("everyday")),
+    ("docs/tuning.md", "advanced options", lambda: rows("advanced")),
+    ("python/penstock/_choices.py", "settings", members),
+    ("docs/api.md", "settings of web servers", lambda: setting_rows("web")),
+    ("docs/api.md", "settings of S3", lambda: setting_rows("s3")),
+    ("docs/api.md", "settings of Azure", lambda: setting_rows("azure")),
 ]
 
 
@@ -116,7 +157,7 @@ def main() -> int:
             if not check:
                 file.write_text(new)
     for path in sorted(changed):
-        print(f"{path}: {'not as the table of the options: run tools/option_docs.py' if check else 'written anew'}")
+        print(f"{path}: {'not as the table in the core says: run tools/option_docs.py' if check else 'written anew'}")
     return 1 if changed and check else 0
 
 

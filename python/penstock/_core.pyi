@@ -51,8 +51,8 @@ __all__ = [
     "stall_timeout",
     "stop_fills",
     "stop_reading_ahead",
-    "storage_defaults",
     "storage_settings",
+    "storage_table",
     "traffic",
     "unchecked_hosts",
     "under_way",
@@ -252,11 +252,12 @@ def contents(
 def proxy(address: str, storage: Storage | None = None) -> tuple[str, str | None] | None:
     """Host and port of the proxy for an address, and the value of Proxy-Authorization."""
 
-def storage_defaults() -> dict[str, int]:
-    """Values of the settings of `penstock.Storage` that have a default."""
-
 def storage_settings() -> list[str]:
     """Names of the settings of `penstock.Storage`."""
+
+def storage_table() -> list[dict[str, Any]]:
+    """Of each setting, in their order: "name", "group" (of the documentation), "form", "texts" and "doc" as in
+    `option_table`, "default" (a number, or None)."""
 
 def head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: Layout, order: Order

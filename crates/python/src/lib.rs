@@ -63,7 +63,7 @@ mod _core {
     #[pymodule_export]
     use crate::small_files::{contents, names_in};
     #[pymodule_export]
-    use crate::storage::{authorities, certificates, proxy, storage_defaults, storage_settings, unchecked_hosts};
+    use crate::storage::{authorities, certificates, proxy, storage_settings, storage_table, unchecked_hosts};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

@@ -1,7 +1,7 @@
 //! `penstock.Options`: the core's options as Python has them, with environment overrides.
 
 use crate::errors::invalid;
-use crate::guard::{answer, guarded, Answer};
+use crate::guard::{answer, guarded, Answer, Listed};
 use penstock::options::{row, Form, OptionRow, OptionValue, Options as Core, Shown, TABLE};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -153,6 +153,7 @@ pub(crate) fn text_of(form: Form, value: &Bound<'_, PyAny>) -> Result<String, &'
         _ => Err(what),
     };
     match form {
+        Form::Flag => value.extract::<bool>().map(|yes| yes.to_string()).map_err(|_| "True or False"),
         Form::Undecided if value.is_none() => Ok("none".into()),
         Form::Undecided => value.extract::<bool>().map(|yes| yes.to_string()).map_err(|_| "True, False or None"),
         Form::Size | Form::SizeOrAuto => number("a whole number or a size such as \"256MiB\""),
@@ -161,7 +162,11 @@ pub(crate) fn text_of(form: Form, value: &Bound<'_, PyAny>) -> Result<String, &'
             Ok(seconds) if !value.is_instance_of::<PyBool>() => Ok(seconds.to_string()),
             _ => Err("a number of seconds"),
         },
-        Form::Choice(_) | Form::Text => Err("a string"),
+        Form::Choice(_) | Form::Text | Form::Secret => Err("a string"),
+        Form::Names => {
+            value.extract::<Listed<String>>().map(|names| names.0.join(",")).map_err(|_| "a list of strings")
+        }
+        Form::Callable => Err("a callable without arguments that gives a mapping"),
         Form::File => {
             let path: PathBuf = value.extract().map_err(|_| "a path")?;
             path.into_os_string().into_string().map_err(|_| "a path in Unicode")
@@ -208,19 +213,30 @@ pub(crate) fn option_table(py: Python<'_>) -> Answer<'_, Vec<Bound<'_, PyDict>>>
 }
 
 fn entry<'py>(py: Python<'py>, row: &OptionRow) -> PyResult<Bound<'py, PyDict>> {
-    let form = format!("{:?}", row.form);
-    let form = form.split("(").next().unwrap_or_default();
-    let texts = if let Form::Choice(texts) = row.form { texts } else { &[] };
+    let entry = entry_of(py, row.name, row.group, row.form, row.doc)?;
+    for (key, value) in [("word", Some(row.word)), ("help", Some(row.help)), ("means", row.means)] {
+        entry.set_item(key, value)?;
+    }
+    entry.set_item("default", python(py, (row.get)(&Core::default()))?)?;
+    Ok(entry)
+}
+
+/// What the tables say of an option, and of a setting.
+pub(crate) fn entry_of<'py>(
+    py: Python<'py>,
+    name: &str,
+    group: &str,
+    form: Form,
+    doc: &[&str],
+) -> PyResult<Bound<'py, PyDict>> {
     let entry = PyDict::new(py);
-    for (key, value) in
-        [("name", row.name), ("group", row.group), ("form", form), ("word", row.word), ("help", row.help)]
-    {
+    let texts = if let Form::Choice(texts) = form { texts } else { &[] };
+    let form = format!("{form:?}");
+    let form = form.split("(").next();
+    for (key, value) in [("name", Some(name)), ("group", Some(group)), ("form", form), ("doc", Some(&doc.join("\n")))] {
         entry.set_item(key, value)?;
     }
     entry.set_item("texts", texts)?;
-    entry.set_item("default", python(py, (row.get)(&Core::default()))?)?;
-    entry.set_item("means", row.means)?;
-    entry.set_item("doc", row.doc.join("\n"))?;
     Ok(entry)
 }
 

@@ -9,6 +9,8 @@ use std::time::Duration;
 /// Kind of values that an option or a setting takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
+    /// Yes or no.
+    Flag,
     /// Yes, no, or neither.
     Undecided,
     /// One of these texts.
@@ -23,8 +25,14 @@ pub enum Form {
     Seconds,
     /// Any text that `parse` takes.
     Text,
-    /// A path, or a text.
+    /// A text that is shown to nobody.
+    Secret,
+    /// A list of texts, or a text with commas.
+    Names,
+    /// A path.
     File,
+    /// A function. It has no text: neither a variable nor a command can give it.
+    Callable,
 }
 
 /// The value of an option, as it is shown.
