@@ -13,7 +13,7 @@ use std::time::Duration;
 /// - its description for `help(penstock.Options)`; behind an empty line that for the table in `docs/tuning.md`;
 /// - name, type and default. `means` says what a default means that is no value of its own: 0, or an empty text;
 /// - `help`: the line of the command line, which adds the default;
-/// - `limit`: what the value must be, if all values of the type are not possible.
+/// - `limit`: whether the value is possible, and what it must be. Without it all values of the type are.
 ///
 /// The descriptions of a choice do not list its texts: the type does.
 #[macro_export]
@@ -48,10 +48,8 @@ macro_rules! option_table {
                     u64 = 256 * MIB,
                     help: "the most staging memory of this process",
                     // An impossible extent is an error of its own
-                    limit: |o| must(
-                        o.extent > MOST_EXTENT || o.staging >= 2 * o.extent,
-                        format_args!("hold at least two extents of {} bytes", o.extent),
-                    ),
+                    limit: |o| o.extent > MOST_EXTENT || o.staging >= 2 * o.extent,
+                        format!("must hold at least two extents of {} bytes", o.extent),
                 }
 
                 /// the number of threads that read through the page cache and copy; 0 (the default) adapts.
@@ -84,10 +82,8 @@ macro_rules! option_table {
                 extent {
                     u64 = 4 * MIB,
                     help: "the most bytes of one read",
-                    limit: |o| must(
-                        (4096..=MOST_EXTENT).contains(&o.extent) && o.extent % 4096 == 0,
-                        format_args!("be a multiple of 4096 bytes, from 4096 to 1 GiB"),
-                    ),
+                    limit: |o| (4096..=MOST_EXTENT).contains(&o.extent) && o.extent % 4096 == 0,
+                        "must be a multiple of 4096 bytes, from 4096 to 1 GiB",
                 }
 
                 /// the most reads in flight; 0 (the default) adapts.
@@ -113,10 +109,8 @@ macro_rules! option_table {
                 pinning_threads {
                     u32 = 1,
                     help: "threads that register staging memory with a GPU's driver",
-                    limit: |o| must(
-                        (1..=MOST_PINNING_THREADS).contains(&o.pinning_threads),
-                        format_args!("be from 1 to {MOST_PINNING_THREADS}"),
-                    ),
+                    limit: |o| (1..=MOST_PINNING_THREADS).contains(&o.pinning_threads),
+                        format!("must be from 1 to {MOST_PINNING_THREADS}"),
                 }
 
                 /// of several ranks that load together, whether one reads what several of them want and
@@ -188,12 +182,6 @@ macro_rules! option_table {
 /// Checks the value of an option; the error says what it must be.
 type Limit = fn(&Options) -> Result<(), String>;
 
-const NO_LIMIT: Limit = |_| Ok(());
-
-fn must(holds: bool, what: std::fmt::Arguments<'_>) -> Result<(), String> {
-    holds.then_some(()).ok_or_else(|| format!("must {what}"))
-}
-
 /// One option, as the table has it.
 pub struct OptionRow {
     /// Name of the keyword.
@@ -214,7 +202,7 @@ pub struct OptionRow {
     /// Value of an option.
     pub get: fn(&Options) -> Shown<'_>,
     set: fn(&mut Options, &str) -> Result<(), String>,
-    limit: Limit,
+    limit: Option<Limit>,
 }
 
 impl OptionRow {
@@ -241,7 +229,8 @@ macro_rules! options {
     ($($group:ident { $(
         $(#[doc = $doc:literal])*
         $name:ident {
-            $kind:ty = $default:expr, $(means: $means:literal,)? help: $help:literal $(, limit: $limit:expr)? $(,)?
+            $kind:ty = $default:expr, $(means: $means:literal,)? help: $help:literal
+            $(, limit: |$o:ident| $holds:expr, $why:expr)? $(,)?
         }
     )* })*) => {
         /// Options of one load. `Default` is right for nearly every load.
@@ -273,7 +262,7 @@ macro_rules! options {
             doc: &[$($doc),*],
             get: |options| options.$name.shown(),
             set: |options, text| OptionValue::parse(text).map(|value| options.$name = value),
-            limit: [$($limit as Limit,)? NO_LIMIT][0],
+            limit: [$(Some((|$o| ($holds).then_some(()).ok_or_else(|| $why.into())) as Limit),)? None][0],
         },)*)*];
     };
 }
@@ -285,9 +274,10 @@ impl Options {
     /// # Errors
     /// The first option that is not, its value, and what it must be.
     pub fn check(&self) -> Result<(), String> {
-        TABLE
-            .iter()
-            .try_for_each(|row| (row.limit)(self).map_err(|why| format!("{}={}: {why}", row.name, (row.get)(self))))
+        TABLE.iter().try_for_each(|row| {
+            let checked = row.limit.map_or(Ok(()), |limit| limit(self));
+            checked.map_err(|why| format!("{}={}: {why}", row.name, (row.get)(self)))
+        })
     }
 
     /// The gap before anything is known of the storage.
