@@ -1,4 +1,4 @@
-//! The options of a load, and the numbers behind their defaults and limits. [`table`] has all that is said of an
+//! The options of a load, and the numbers behind their defaults and limits. `table` has all that is said of an
 //! option. Python's `penstock.Options` mirrors the struct and adds nothing. `order` and `misaligned` are arguments of
 //! each load in Python.
 
