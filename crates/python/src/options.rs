@@ -5,7 +5,7 @@ use crate::guard::{answer, guarded, Answer, Listed};
 use penstock::options::{row, Form, OptionRow, OptionValue, Options as Core, Shown, TABLE};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+use pyo3::types::{IntoPyDict, PyBool, PyDict, PyString, PyTuple};
 use pyo3::IntoPyObjectExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -209,34 +209,29 @@ fn described(row: &OptionRow) -> String {
 /// Of each option, in their order: what the command line, `tools/option_docs.py` and tests say of it.
 #[pyfunction]
 pub(crate) fn option_table(py: Python<'_>) -> Answer<'_, Vec<Bound<'_, PyDict>>> {
-    answer(py, || TABLE.iter().map(|row| entry(py, row)).collect::<PyResult<Vec<_>>>())
+    answer(py, || {
+        let entry = |row: &OptionRow| {
+            let said = [("name", row.name), ("group", row.group), ("word", row.word), ("help", row.help)];
+            let entry = entry_of(py, row.form, row.doc, &said)?;
+            entry.set_item("means", row.means)?;
+            entry.set_item("default", python(py, (row.get)(&Core::default()))?)?;
+            Ok(entry)
+        };
+        TABLE.iter().map(entry).collect::<PyResult<Vec<_>>>()
+    })
 }
 
-fn entry<'py>(py: Python<'py>, row: &OptionRow) -> PyResult<Bound<'py, PyDict>> {
-    let entry = entry_of(py, row.name, row.group, row.form, row.doc)?;
-    for (key, value) in [("word", Some(row.word)), ("help", Some(row.help)), ("means", row.means)] {
-        entry.set_item(key, value)?;
-    }
-    entry.set_item("default", python(py, (row.get)(&Core::default()))?)?;
-    Ok(entry)
-}
-
-/// What the tables say of an option, and of a setting.
+/// What a table says of an option or a setting.
 pub(crate) fn entry_of<'py>(
     py: Python<'py>,
-    name: &str,
-    group: &str,
     form: Form,
     doc: &[&str],
+    said: &[(&str, &str)],
 ) -> PyResult<Bound<'py, PyDict>> {
-    let entry = PyDict::new(py);
-    let texts = if let Form::Choice(texts) = form { texts } else { &[] };
-    let form = format!("{form:?}");
-    let form = form.split("(").next();
-    for (key, value) in [("name", Some(name)), ("group", Some(group)), ("form", form), ("doc", Some(&doc.join("\n")))] {
-        entry.set_item(key, value)?;
-    }
-    entry.set_item("texts", texts)?;
+    let entry = said.into_py_dict(py)?;
+    entry.set_item("doc", doc.join("\n"))?;
+    entry.set_item("texts", if let Form::Choice(texts) = form { texts } else { &[] })?;
+    entry.set_item("form", format!("{form:?}").split("(").next())?;
     Ok(entry)
 }
 

@@ -20,13 +20,14 @@ pub(crate) fn storage_settings(py: Python<'_>) -> Answer<'_, Vec<&'static str>> 
 /// Of each setting, in their order: what `tools/option_docs.py` and other modules say of it.
 #[pyfunction]
 pub(crate) fn storage_table(py: Python<'_>) -> Answer<'_, Vec<Bound<'_, PyDict>>> {
-    answer(py, || STORAGE_SETTINGS.iter().map(|setting| entry(py, setting)).collect::<PyResult<Vec<_>>>())
-}
-
-fn entry<'py>(py: Python<'py>, setting: &StorageSetting) -> PyResult<Bound<'py, PyDict>> {
-    let entry = entry_of(py, setting.name, setting.group, setting.form, setting.doc)?;
-    entry.set_item("default", setting.default.map(|default| default(&StorageSettings::default())))?;
-    Ok(entry)
+    answer(py, || {
+        let entry = |row: &StorageSetting| {
+            let entry = entry_of(py, row.form, row.doc, &[("name", row.name), ("group", row.group)])?;
+            entry.set_item("default", row.default.map(|default| default(&StorageSettings::default())))?;
+            Ok(entry)
+        };
+        STORAGE_SETTINGS.iter().map(entry).collect::<PyResult<Vec<_>>>()
+    })
 }
 
 fn names() -> Vec<&'static str> {
