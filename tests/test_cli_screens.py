@@ -204,6 +204,7 @@ def test_a_shell_completes_commands_and_options():
     assert {"inspect", "load", "verify"} <= set(completed("penstock "))
     assert completed("penstock insp") == ["inspect"]
     assert "--framework" in completed("penstock load --fr")
+    assert {"cache=", "stall_timeout="} <= set(completed("penstock load -o "))
 
 
 IN_COLOUR = """

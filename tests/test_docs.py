@@ -269,7 +269,7 @@ def test_every_key_of_a_report_is_described(here):
 def test_every_option_is_described():
     names = set(_core.Options.names())
     assert quoted(section("docs/tuning.md", "Options")) == names
-    assert all(f"{name}=" in section("docs/api.md", "Options") for name in names)
+    assert "(tuning.md#options)" in section("docs/api.md", "Options")
     assert all(f"- {name}:" in (_core.Options.__doc__ or "") for name in names)
 
 
@@ -300,8 +300,6 @@ def test_options_stand_in_the_same_two_groups_everywhere(cli):
         assert re.findall(r"^ *- (\w+):", described, re.M)[: len(names)] == names
         table = section("docs/tuning.md", f"{group.capitalize()} options").partition("\n## ")[0]
         assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == names
-        [row] = [line for line in section("docs/api.md", "Options").splitlines() if line.startswith(f"| {group} ")]
-        assert re.findall(r"`(\w+)`", row) == names
         [part] = re.findall(rf"^{group} options[^\n]*:\n(.*?)(?:\n\n|\Z)", shown, re.M | re.S)
         assert re.findall(r"^  (\w+)=", part, re.M) == names
         assert all(f"{group} options: {', '.join(names)}" in text for text in told)

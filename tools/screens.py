@@ -21,6 +21,8 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "cli.md"
 BLOCK = re.compile(r"```console\n\$ (.*)\n(?:.*\n)*?```\n")
 CHECKPOINTS = {"gpt2": ("gpt2", "--align", "8"), "moe": ("qwen3-30b-a3b", "--scale", "0.002")}
+#: The longest line of a screen. An error is one line, and may list all options.
+LONGEST = 120
 #: Commands whose output is the same on every machine.
 SAME = re.compile(r"penstock (inspect|plan|load gpt2 --names|load gpt2 -o stagin)")
 
@@ -34,7 +36,12 @@ def run(command: str, folder: Path) -> str:
     done = subprocess.run(
         words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    return done.stdout
+    return "".join(f"{line if len(line) <= LONGEST else cut(line)}\n" for line in done.stdout.splitlines())
+
+
+def cut(line: str) -> str:
+    """The words of a line that fit, and dots for the rest."""
+    return line[: line.rindex(" ", 0, LONGEST - 3)] + " ..."
 
 
 def main() -> int:

@@ -51,6 +51,7 @@ class Storage(TypedDict, total=False):
     setting out.
     """
 
+    # settings: begin (python tools/option_docs.py)
     connections: int | None
     """The most connections of one load (default 256). It begins with 16, and has more while more bring more."""
 
@@ -127,6 +128,7 @@ class Storage(TypedDict, total=False):
     node_folder: str | os.PathLike[str] | None
     """The folder with the locks of ``connections_per_node``: processes with the same one share a budget. Default: a
     folder of this user in /dev/shm, or in /tmp."""
+    # settings: end
 
 
 def check_variant(variant: object) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "head",
     "look",
     "names_in",
+    "option_table",
     "is_resident",
     "missing_where_mappable",
     "pack_wants",
@@ -51,8 +52,8 @@ __all__ = [
     "stop_fills",
     "stop_reading_ahead",
     "schemes",
-    "storage_defaults",
     "storage_settings",
+    "storage_table",
     "traffic",
     "unchecked_hosts",
     "under_way",
@@ -66,6 +67,7 @@ __version__: Final[str]
 class Options:
     """Options of one load: see `penstock.Options`. An unknown keyword is a ValueError that lists the known ones."""
 
+    # options: begin (python tools/option_docs.py)
     def __new__(
         cls,
         *,
@@ -88,7 +90,6 @@ class Options:
         bind: str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Options: ...
-    def __reduce__(self) -> tuple[Callable[[], Options], tuple[()]]: ...
     @property
     def cache(self) -> Cache: ...
     @property
@@ -110,8 +111,6 @@ class Options:
     @property
     def gap(self) -> int | Literal["auto"]: ...
     @property
-    def _least_gap(self) -> int: ...
-    @property
     def pinning_threads(self) -> int: ...
     @property
     def exchange(self) -> Exchange: ...
@@ -127,6 +126,10 @@ class Options:
     def bind(self) -> str: ...
     @property
     def trace(self) -> str: ...
+    # options: end
+    def __reduce__(self) -> tuple[Callable[[], Options], tuple[()]]: ...
+    @property
+    def _least_gap(self) -> int: ...
     @staticmethod
     def names() -> list[str]:
         """The everyday ones first."""
@@ -253,11 +256,12 @@ def proxy(address: str, storage: Storage | None = None) -> tuple[str, str | None
 def schemes() -> list[str]:
     """The schemes of all addresses that there is a store for, in small letters."""
 
-def storage_defaults() -> dict[str, int]:
-    """Values of the settings of `penstock.Storage` that have a default."""
-
 def storage_settings() -> list[str]:
     """Names of the settings of `penstock.Storage`."""
+
+def storage_table() -> list[dict[str, Any]]:
+    """The entries of all settings, in their order: "name", "group" (of the documentation), "form", "texts" and "doc" as in
+    `option_table`, "default" (a number, or None)."""
 
 def head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: Layout, order: Order
@@ -669,6 +673,12 @@ def unchecked_hosts() -> list[str]:
 
 def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """The address ranges (first byte, past the last) that cannot be written to, by number, and the reasons."""
+
+def option_table() -> list[dict[str, Any]]:
+    """The entries of all options, in their order: "name", "group", "form" (kind of values), "word" (for a value, on the command
+    line), "texts" (those of a choice), "default", "means" (what a default means that is no value of its own: 0 or ""),
+    "help" (for the command line), "doc" (for `help`, an empty line, for the documentation).
+    """
 
 def stall_timeout(value: float | None = None) -> float:
     """Seconds without progress after which the file system counts as hung: `value`, else PENSTOCK_STALL_TIMEOUT, else

@@ -144,15 +144,16 @@ def _hub_facts() -> dict[str, Any]:
 def _settings(storage: Storage) -> dict[str, dict[str, Any]]:
     """The value of each setting of ``storage=``, and its source."""
     found: dict[str, dict[str, Any]] = {}
-    given, defaults, environ = cast("dict[str, Any]", storage), _core.storage_defaults(), environment(re.compile(""))
-    for name in _core.storage_settings():
+    given, environ = cast("dict[str, Any]", storage), environment(re.compile(""))
+    for setting in _core.storage_table():
+        name = setting["name"]
         variable = f"PENSTOCK_STORAGE_{name.upper()}"
         if given.get(name) is not None:
             found[name] = {"value": shown(name, given[name]), "from": "storage="}
         elif variable in environ:
             found[name] = {"value": environ[variable], "from": variable}
-        elif name in defaults:
-            found[name] = {"value": str(defaults[name]), "from": "default"}
+        elif setting["default"] is not None:
+            found[name] = {"value": str(setting["default"]), "from": "default"}
         elif name == "ca":
             named = [variable for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR") if environ.get(variable)]
             variable = ", ".join(named) or "the system's"

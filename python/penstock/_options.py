@@ -17,6 +17,18 @@ def options_listed() -> str:
     return "; ".join(f"{group} options: {', '.join(names)}" for group, names in Options.groups().items())
 
 
+def default_text(option: Mapping[str, Any]) -> str:
+    """The default of an entry of `_core.option_table`, as the command line shows it: 4MiB, 120, 0: adapts, auto."""
+    default = option["default"]
+    if option["means"]:
+        return f"{default}: {option['means']}" if default != "" else str(option["means"])
+    if option["form"] == "Size":
+        for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+            if default and default % (1 << power) == 0:
+                return f"{default >> power}{unit}"
+    return f"{default:g}" if option["form"] == "Seconds" else str(default)
+
+
 def make_options(options: Options | Mapping[str, Any] | None, **changes: Any) -> Options:
     """The options meant by an `Options`, a mapping of its keywords, or None, with ``changes`` applied."""
     if isinstance(options, Options):

@@ -24,7 +24,7 @@ from typing import Any, cast, get_args
 
 from . import _core
 from ._checkpoint import Checkpoint, open_as
-from ._choices import LAYOUTS, ORDERS, Cache, Io, Scope, Storage
+from ._choices import LAYOUTS, ORDERS, Scope, Storage
 from ._device import any_device
 from ._dtypes import DTYPES
 from ._errors import (
@@ -43,7 +43,7 @@ from ._event_words import Measured
 from ._events import NOTHING, observe
 from ._frameworks import FRAMEWORKS
 from ._load import load
-from ._options import make_options, options_listed
+from ._options import default_text, make_options, options_listed
 from ._paths import is_web, local_path, source_path, without_secrets
 from ._report import Report, size_text
 from ._selection import info_of
@@ -276,27 +276,15 @@ def _inspect(args: argparse.Namespace) -> None:
 # load
 
 
-#: The texts of `penstock load --help` for each option: its value, and its purpose.
-_OPTIONS = {
-    "cache": ("WHAT", f"{', '.join(get_args(Cache))}: whether bytes from the disk stay in the page cache"),
-    "copy": ("BOOL", "true: private copies; false: map files wherever that is possible"),
-    "window": ("SIZE", "the most bytes that a stream reads ahead (1GiB)"),
-    "staging": ("SIZE", "the most staging memory of this process (256MiB)"),
-    "threads": ("N", "threads that read and copy (0: adapts)"),
-    "stall_timeout": ("SECONDS", "fail if nothing moves for so long (120)"),
-    "io": ("HOW", f"{', '.join(get_args(Io))}: the way of reading"),
-    "extent": ("SIZE", "the most bytes of one read (4MiB)"),
-    "depth": ("N", "the most reads in flight (0: adapts)"),
-    "gap": ("SIZE", "read up to so many unwanted bytes between two wanted ranges (auto)"),
-    "pinning_threads": ("N", "threads that register staging memory with a GPU's driver (1)"),
-    "exchange": ("auto|on|off", "of ranks that load together: read for each other"),
-    "scope": ("world|node", "which ranks read for each other: all, or those of one machine"),
-    "peer_timeout": ("SECONDS", "of ranks that load together: fail if one says nothing for so long (5)"),
-    "join_timeout": ("SECONDS", "how long a rank waits for the others before a load (300)"),
-    "ports": ("FIRST-LAST", "the ports at which a rank listens for the others (any)"),
-    "bind": ("PLACE", "the address or the interface at which it listens"),
-    "trace": ("FILE", "write what happened when, as --trace does"),
-}
+def _option_lines(group: str) -> str:
+    """The lines of `penstock load --help` for a group of options: the form and the purpose of each."""
+    lines = []
+    for option in _core.option_table():
+        if option["group"] == group:
+            texts = f"{', '.join(option['texts'])}: " if "|" not in option["word"] and option["texts"] else ""
+            default = f" ({default_text(option)})" if option["form"] != "Undecided" else ""
+            lines.append(f"{option['name']}={option['word']}\t{texts}{option['help']}{default}")
+    return "\n".join(lines)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -852,10 +840,10 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
     made.add_argument("--no-progress", action="store_true", help="show no progress bar")
     made.add_argument("--trace", metavar="FILE", help="write to FILE what happened when, for Chrome or Perfetto")
     help, name = "set one of the options below; may be repeated", "NAME=VALUE"
-    made.add_argument("-o", "--option", action="append", default=[], type=_option, metavar=name, help=help)
-    for group, options in _core.Options.groups().items():
-        listed = [f"{name}={_OPTIONS[name][0]}\t{_OPTIONS[name][1]}" for name in options]
-        made.add_argument_group(f"{group} options, each as -o NAME=VALUE", "\n".join(listed))
+    given = made.add_argument("-o", "--option", action="append", default=[], type=_option, metavar=name, help=help)
+    given.completer = lambda **_: [f"{name}=" for name in _core.Options.names()]  # type: ignore[attr-defined]
+    for group in _core.Options.groups():
+        made.add_argument_group(f"{group} options, each as -o NAME=VALUE", _option_lines(group))
 
     help = "say what the ranks of a parallel model will read, alone and together, and how long that takes"
     made = with_storage(with_patience(with_source(command("plan", _plan, help))))

@@ -49,7 +49,7 @@ mod _core {
     #[pymodule_export]
     use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
-    use crate::options::{stall_timeout, Options};
+    use crate::options::{option_table, stall_timeout, Options};
     #[pymodule_export]
     use crate::quiesce::{quiesce, under_way};
     #[pymodule_export]
@@ -63,15 +63,16 @@ mod _core {
     #[pymodule_export]
     use crate::small_files::{contents, names_in};
     #[pymodule_export]
-    use crate::storage::{
-        authorities, certificates, proxy, schemes, storage_defaults, storage_settings, unchecked_hosts,
-    };
+    use crate::storage::{authorities, certificates, proxy, schemes, storage_settings, storage_table, unchecked_hosts};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;
 
     #[pymodule_init]
     fn init(m: &Bound<'_, PyModule>) -> PyResult<()> {
-        crate::guard::guarded(m.py(), || m.add("__version__", env!("CARGO_PKG_VERSION")))
+        crate::guard::guarded(m.py(), || {
+            crate::options::describe(&m.getattr("Options")?)?;
+            m.add("__version__", env!("CARGO_PKG_VERSION"))
+        })
     }
 }

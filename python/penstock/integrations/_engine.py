@@ -15,7 +15,7 @@ from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._collector import collector_paused
-from .._core import Options, storage_settings
+from .._core import Options, storage_settings, storage_table
 from .._errors import (
     CancelledError,
     InvalidError,
@@ -44,7 +44,7 @@ logger = logging.getLogger("penstock")
 WEIGHTS, STORAGE, FILES, MAPPED = "weights", "storage", "files", "mapped"
 """The keys: another place for the weights, how its server is asked, which files of it are meant, and whether the engine
 copies out of mapped files."""
-_SECRET = ("secret_access_key", "session_token", "account_key", "sas_token")
+_SECRET = [setting["name"] for setting in storage_table() if setting["form"] == "Secret"]
 """Settings of servers that engines would log: they log the arguments that they are given."""
 
 

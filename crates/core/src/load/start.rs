@@ -128,7 +128,7 @@ impl Load {
 /// Plans the load and starts it; see [`Load::start`].
 fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
     let checkpoint = request.checkpoint.clone();
-    let timeline = match request.options.trace.as_str() {
+    let timeline = match &*request.options.trace {
         "" => None,
         pattern => Some(Arc::new(Timeline::new(pattern)?)),
     };

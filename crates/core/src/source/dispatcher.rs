@@ -251,7 +251,7 @@ mod tests {
     use crate::sync::{lock, Mutex};
     use crate::wake::Wake;
 
-    /// What a source was given, and what it is to report.
+    /// The reads of a source, and its next events.
     #[derive(Default)]
     struct Given {
         reads: Vec<Read>,

@@ -52,9 +52,9 @@ pub(crate) use pread::{read_fully, Stopped};
 pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{
-    check_endpoint, check_interfaces, check_region, meant, unchecked_hosts, Addressing, AzureSettings, Bearer,
-    CredentialSource, GcsSettings, GivenCredentials, GivesCredentials, NodeSettings, ProfileSource, Proxies,
-    S3Settings, Secret, StorageSettings, Web, WebSettings,
+    unchecked_hosts, Addressing, AzureSettings, Bearer, CredentialSource, GcsSettings, GivenCredentials,
+    GivesCredentials, NodeSettings, ProfileSource, Proxies, S3Settings, Secret, StorageSetting, StorageSettings, Web,
+    WebSettings, STORAGE_SETTINGS,
 };
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;

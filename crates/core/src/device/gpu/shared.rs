@@ -1,4 +1,4 @@
-//! What the owner of a device and its threads tell each other.
+//! The state that the owner of a device shares with its threads.
 
 use crate::device::{Batch, Copied, Fence};
 use crate::error::{Error, Result};

@@ -44,7 +44,7 @@ impl Environment {
 
 /// What a value means. A newline at its end comes from `echo` into a secret of Kubernetes, quotes around it from a file of
 /// variables (`docker run --env-file`), which no shell has read.
-pub fn meant(value: &str) -> &str {
+pub(in crate::store::remote) fn meant(value: &str) -> &str {
     let value = value.trim();
     let inside = |quote: char| value.strip_prefix(quote).and_then(|rest| rest.strip_suffix(quote));
     inside('"').or_else(|| inside('\'')).map_or(value, str::trim)

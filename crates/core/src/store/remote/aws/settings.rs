@@ -53,7 +53,7 @@ pub enum Addressing {
 ///
 /// # Errors
 /// `Invalid` if none can.
-pub fn check_region(text: &str) -> Result<()> {
+pub(in crate::store::remote) fn check_region(text: &str) -> Result<()> {
     let text = text.strip_prefix("fips-").or(text.strip_suffix("-fips")).unwrap_or(text);
     match is_region(text) {
         true => Ok(()),

@@ -25,7 +25,7 @@ fn names() -> Vec<String> {
 ///
 /// # Errors
 /// `Invalid` if it does not. The error lists those that it has.
-pub fn check_interfaces(wanted: &[String]) -> Result<()> {
+pub(in crate::store::remote) fn check_interfaces(wanted: &[String]) -> Result<()> {
     let there = names();
     match wanted.iter().find(|name| !there.contains(name)) {
         None => Ok(()),
