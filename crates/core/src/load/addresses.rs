@@ -26,8 +26,8 @@ pub(crate) struct Addresses<'a, B> {
 }
 
 impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
-    /// Of extent number `extent`. `base` gives the address of a block's first byte, when the block has memory: a host
-    /// address or a device pointer.
+    /// Addresses of extent number `extent`. `base` gives the address of a block's first byte, a host or device address.
+    /// It gives `None` for a block without memory.
     pub(crate) fn new(schedule: &'a Schedule, layout: &'a Layout, extent: u32, base: B) -> Self {
         let extent = &schedule.extents[extent as usize];
         let pieces = &schedule.pieces[extent.pieces.start as usize..extent.pieces.end as usize];
@@ -126,8 +126,8 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         Ok(rows)
     }
 
-    /// What its last step writes, in order: block, offset in the block, bytes. Nothing of a mapping is written. Of a strided
-    /// tensor it is said only that it is somewhere in it.
+    /// Ranges that the last step writes, in order: block, offset in the block, bytes. A mapping gives none. A piece of
+    /// a strided tensor gives the whole span of the tensor.
     pub(crate) fn written(&self) -> impl Iterator<Item = (u32, u64, u64)> + '_ {
         let (whole, pieces) = match self.extent.landing {
             Landing::Mapping { .. } => (None, &[][..]),

@@ -86,11 +86,11 @@ use std::time::Duration;
 pub struct Reading {
     /// The interface that the caller asked for.
     pub io: Io,
-    /// What was decided before the load.
+    /// Decisions before the load.
     pub routing: Arc<Routing>,
     /// Where reads are recorded, if they are.
     pub(crate) timeline: Option<Arc<Timeline>>,
-    /// What the pace of the storage decides, if it is to decide.
+    /// The choice by the pace of the storage, once there is one.
     pub(crate) chosen: Chosen,
 }
 
@@ -178,7 +178,7 @@ pub struct Done {
     pub written: u64,
 }
 
-/// What a source reports.
+/// A report of a source.
 #[derive(Debug)]
 pub enum Progress {
     /// The first byte of a read that was sent without a place to land is there. The source waits for [`Source::land`].
@@ -247,7 +247,7 @@ pub trait Source: Send {
         Touches::default()
     }
 
-    /// What was refused since the last call, and what replaced it.
+    /// Fallbacks since the last call of this.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         Vec::new()
     }
@@ -266,7 +266,7 @@ pub fn quarantined() -> usize {
     QUARANTINED.load(Ordering::Relaxed)
 }
 
-/// What a source reports to the router: done, or refused in a way that another interface may not share.
+/// A read's outcome, for the router: done, or refused in a way that another interface may not share.
 enum Outcome {
     Done(Done),
     Refused { read: Read, cause: io::Error },

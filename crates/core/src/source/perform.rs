@@ -40,7 +40,7 @@ pub(super) struct Performer {
     no_populate: AtomicBool,
     /// Touches the pages that were populated.
     touch: Touch,
-    /// What brings cold bytes into the page cache before they are read through it.
+    /// Brings cold bytes into the page cache before they are read through it.
     fill: Fill,
     fallbacks: Mutex<Vec<Fallback>>,
     /// Resident pages that are left to their first touch.
@@ -320,7 +320,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// What a thread keeps from read to read.
+/// Tools that a thread keeps between reads.
 #[derive(Default)]
 pub(super) struct Tools {
     places: Vec<libc::iovec>,

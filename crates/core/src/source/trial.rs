@@ -49,7 +49,7 @@ const MOSTLY: f64 = 0.75;
 /// The same of the bytes that were read past the page cache. Another process may be further back.
 const IN_PART: f64 = 0.25;
 
-/// What happens to cold bytes, and why.
+/// The decision on cold bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Choice {
     /// [`Cold::Keep`] or [`Cold::Bypass`].
@@ -172,7 +172,7 @@ struct Pace {
     back: u64,
     /// Reads in flight: file, range, and whether they went past the page cache.
     out: HashMap<Ticket, (u32, Range<u64>, bool)>,
-    /// What went past the page cache.
+    /// Ranges read past the page cache.
     past: Vec<(u32, Range<u64>)>,
     /// Bytes per second, past the page cache and through it.
     paces: (f64, f64),
@@ -307,7 +307,7 @@ impl Pace {
         self.stage = Timing::Over;
     }
 
-    /// What went past the page cache although the page cache is kept.
+    /// Ranges read past the page cache, if it is kept after all.
     fn take_past(&mut self) -> Vec<(u32, Range<u64>)> {
         if self.keeps() {
             std::mem::take(&mut self.past)

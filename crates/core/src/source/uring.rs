@@ -66,9 +66,9 @@ pub struct Uring {
     flag_stays: bool,
 }
 
-/// What reads through the page cache need.
+/// State of reads through the page cache.
 struct Buffered {
-    /// Where bytes go that are not wanted.
+    /// Memory for bytes that are not wanted.
     waste: Arc<Waste>,
     /// For each file: whether only the requested bytes may be brought in; empty: for no file.
     exact: Vec<bool>,

@@ -1,4 +1,4 @@
-//! What the owner of a device and its threads tell each other.
+//! Commands to a device's threads, and the state they share.
 
 use crate::device::{Batch, Copied, Fence};
 use crate::error::{Error, Result};

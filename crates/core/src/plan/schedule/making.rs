@@ -26,10 +26,10 @@ const SHORT_ROW: u64 = 256 * KIB;
 /// bring bytes long before their turn. In a stream a quarter of the window is enough for that.
 const JUMP: u64 = 16;
 
-/// What several ranks want of a checkpoint, and which of them plans.
+/// One of several ranks that load a checkpoint together.
 #[derive(Clone, Copy)]
 pub struct OneOfRanks<'a> {
-    /// Who reads what.
+    /// The reads of all ranks.
     pub shares: &'a Shares,
     /// The rank whose schedule it is.
     pub rank: u32,
@@ -40,12 +40,12 @@ fn has_short_rows(runs: &Runs) -> bool {
     !runs.axes.is_empty() && runs.len < SHORT_ROW
 }
 
-/// What a rank reads for itself alone, by the numbers of parcels.
+/// The bytes that a rank reads for itself alone, by parcel numbers.
 pub(super) enum Alone {
     All,
-    /// What lies in none of these.
+    /// Bytes in none of these.
     Outside(Range<u32>),
-    /// What lies in one of these.
+    /// Bytes in one of these.
     Inside(Range<u32>),
 }
 
@@ -69,7 +69,7 @@ pub(super) struct Making<'a> {
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     pub(super) scratch: Vec<Piece>,
     pub(super) ranks: Option<&'a OneOfRanks<'a>>,
-    /// What this rank reads for itself alone.
+    /// The bytes this rank reads for itself alone.
     pub(super) alone: Alone,
     /// Extents that were made.
     pub(super) made: u32,
