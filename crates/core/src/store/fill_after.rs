@@ -46,7 +46,7 @@ pub enum FillState {
 pub struct FillStatus {
     /// Its state.
     pub state: FillState,
-    /// Why it was stopped; empty where it was not.
+    /// The reason for a stop; empty without one.
     pub reason: String,
     /// Bytes of which it is known that the page cache holds them.
     pub nbytes: u64,

@@ -33,7 +33,7 @@ const LOOK_EVERY: u64 = 64 * MIB;
 /// Passes over all bytes. A pass in which nearly everything is there takes 10 ms/GB.
 const MOST_PASSES: u32 = 4;
 
-/// What a fill brings into the page cache, and how far it is.
+/// A fill of the page cache, and its progress.
 pub(super) struct FillSteps {
     files: Files,
     /// The bytes that are filled; sorted by file and offset.
