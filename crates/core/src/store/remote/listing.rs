@@ -47,7 +47,7 @@ pub(super) struct RedirectPlace {
 /// end with a slash.
 type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
-/// What is under an address: itself if it is a file, or what `listed` finds of a bucket behind a prefix.
+/// The objects under an address: itself if it is a file, or those that `listed` finds in a bucket behind a prefix.
 pub(super) fn list(
     at: &Location,
     listed: impl FnOnce(&str, &str) -> ListedNames,
@@ -254,7 +254,7 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::atomic::AtomicUsize;
 
-    /// What is found on a server whose page `n`, of those that were asked for, has a key and a token; and the count of them.
+    /// The names found on a server whose page `n` has the key and the token `page(n)`, and the number of requests.
     fn found(page: impl Fn(usize) -> (String, String) + Send + 'static) -> (ListedNames, usize) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let at = format!("http://{}/b", listener.local_addr().unwrap());

@@ -1,4 +1,4 @@
-//! Who serves objects over HTTP: web servers, and the providers of object stores. Each stands in [`ALL`] once.
+//! Providers of objects over HTTP: web servers and object stores. Each stands in [`ALL`] once.
 
 use super::auth::given_tokens;
 use super::environment::Environment;

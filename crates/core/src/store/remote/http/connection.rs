@@ -21,13 +21,13 @@ pub(in crate::store::remote) struct Connection {
     socket: Socket,
     is_connected: bool,
     via: Option<Via>,
-    /// What the proxy is asked before the server.
+    /// The tunnel that the proxy opens first.
     tunnel: Option<Tunnel>,
     tls: Option<Box<Encrypted>>,
-    /// What is to be sent, and how much of it has been.
+    /// Bytes to send, and how many of them were sent.
     out: Vec<u8>,
     sent: usize,
-    /// Which of the server's addresses it is for.
+    /// The server's address that it tries.
     attempt: Option<Attempt>,
 }
 

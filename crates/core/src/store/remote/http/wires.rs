@@ -1,5 +1,5 @@
-//! What the connections need of the world: sockets that never block, their events, and the time. `sockets` is the real one;
-//! tests have one in virtual time.
+//! The world as the connections need it: sockets that never block, their events, and the time. `sockets` is the real
+//! one; tests have one in virtual time.
 
 use super::address::Server;
 use super::jitter::Jitter;
@@ -57,7 +57,7 @@ pub(in crate::store::remote) trait WireEnd {
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize>;
 }
 
-/// What a connection is watched for.
+/// Events that a connection waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::store::remote) enum Watched {
     /// Nothing. A connection that was closed would be reported again and again.

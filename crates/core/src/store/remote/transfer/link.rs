@@ -40,7 +40,7 @@ impl LinkState {
     pub(super) const ALL: usize = 5;
 }
 
-/// What came of it.
+/// The result of an `advance`.
 pub(super) enum Advance {
     /// There is nothing more to do now.
     Wait,
@@ -69,9 +69,9 @@ pub(in crate::store::remote) struct Link<S> {
     head: Vec<u8>,
     /// How much of `head` has been used.
     used: usize,
-    /// Of a body in chunks: how far it has come.
+    /// The progress of a body in chunks.
     chunks: Option<Chunks>,
-    /// Of an object that comes whole, and ends where its body does: its version, and the answer that said so.
+    /// The version of an object that comes whole and ends where its body does, and the answer that said so.
     whole: Option<(Version, Box<Answer>)>,
     /// Whether it can be used for the next request.
     keeps: bool,
