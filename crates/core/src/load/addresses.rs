@@ -52,7 +52,8 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         })
     }
 
-    /// The copies out of the slab at `slab`, one for each piece. Those into strided memory are [`strided`](Self::strided).
+    /// The copies out of the slab at `slab`, one for each piece. [`strided`](Self::strided) has those into strided
+    /// memory.
     pub(crate) fn copies(&self, slab: *mut u8) -> Result<Vec<Copy>> {
         let mut copies = Vec::with_capacity(self.pieces.len());
         for p in &self.in_slab().filter(|p| self.layout.strides_of(p.want).is_none()).collect::<Vec<_>>() {

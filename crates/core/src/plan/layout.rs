@@ -193,8 +193,8 @@ impl Layout {
         }
     }
 
-    /// Want numbers by file and offset. Of wants that start together, the longest run comes first. The wants' numbers
-    /// decide only between wants of the same bytes.
+    /// Want numbers by file and offset. Among wants that start together, the longest run comes first. The wants'
+    /// numbers decide only between wants of the same bytes.
     pub(crate) fn by_file(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.runs.len() as u32).collect();
         let key = |&w: &u32| {

@@ -134,8 +134,8 @@ pub enum Destination {
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
-    /// Rows of the file go to their places, one by one. What lies between them is not wanted. Only sources of files in this
-    /// machine's page cache are sent such reads.
+    /// Rows of the file go to their places, one by one. Bytes between them are not wanted. Only sources of files in
+    /// this machine's page cache are sent such reads.
     Rows {
         /// Gaps of at most so many bytes may be read. Longer ones are skipped.
         gap: u64,
@@ -207,8 +207,8 @@ pub trait Source: Send {
     /// Starts what was queued (one system call for many reads, where the interface allows).
     fn flush(&mut self) -> Result<()>;
 
-    /// Appends what happened since the last call to `events`, without waiting. What was appended before an error counts.
-    /// Of a ticket nothing follows its `Done`.
+    /// Appends what happened since the last call to `events`, without waiting. Events appended before an error count.
+    /// `Done` is the last event of a ticket.
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()>;
 
     /// Gives a read that has arrived its place, and what keeps that memory alive. The source then receives the rest, and

@@ -370,8 +370,8 @@ impl PoolShared {
         self.finished.notify_all();
     }
 
-    /// Has the kernel read these ranges into the page cache, without waiting for them. What is not taken is lost time in
-    /// the next load, no more.
+    /// Has the kernel read these ranges into the page cache, without waiting for them. A range left out costs the next
+    /// load time, no more.
     fn fetch(&self, ranges: Vec<(u32, Range<u64>)>) {
         for (file, range) in ranges {
             let Ok(fd) = self.performer.files().open(file, false) else { return };

@@ -107,7 +107,7 @@ pub(super) struct Touch {
 /// The size of the pages that the disk fills.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PageSize {
-    /// Not decided. `sent` stretches were requested in huge pages. Of these, `slow` and `fast` have been touched.
+    /// Not decided. `sent` stretches were requested in huge pages; `slow` and `fast` of them have been touched.
     Probing { sent: u32, slow: u32, fast: u32 },
     /// Huge pages. `slow` is the number of slow stretches minus the number of fast ones, 0 at least.
     Huge { slow: u32 },

@@ -5,8 +5,8 @@
 //! the workers give 2.4.
 //!
 //! The only way to learn whether a kernel grants io_uring is to ask it. Its version says nothing: containers refuse
-//! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. What was refused goes
-//! back to the router, as soon as the kernel can no longer write to its memory.
+//! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. Refused reads go back
+//! to the router, as soon as the kernel can no longer write to their memory.
 
 use super::flight::{quarantine, AfterRead, Flight, Waste};
 use super::perform::refuses_direct;

@@ -146,7 +146,7 @@ impl CacheFill {
         true
     }
 
-    /// Ends it between two steps and waits for that, 1 s at most. What was filled stays.
+    /// Ends it between two steps and waits for that, 1 s at most. Filled pages stay.
     pub fn stop(&self) {
         if self.0.pid != std::process::id() {
             return;

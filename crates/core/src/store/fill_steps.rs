@@ -38,7 +38,7 @@ pub(super) struct FillSteps {
     files: Files,
     /// The bytes that are filled; sorted by file and offset.
     ranges: Vec<(u32, Range<u64>)>,
-    /// For each file: whether it is wanted whole, or nearly. Of other files the kernel reads nothing ahead.
+    /// For each file: whether it is wanted whole, or nearly. The kernel reads nothing ahead of other files.
     whole: Vec<bool>,
     total: u64,
     /// Passes that are over.

@@ -12,7 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes of one request to a store. Of a long header each request that is answered is progress, even if the store is slow.
+/// Bytes of one request to a store. Each answered request for a long header is progress, even if the store is slow.
 const MOST_PER_REQUEST: u64 = 8 << 20;
 
 /// Something that can be opened: where it is, and the store that has it.

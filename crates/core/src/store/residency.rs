@@ -19,7 +19,7 @@ pub struct Residency {
     pub ranges: Vec<Range<u64>>,
     /// Calls of `cachestat`.
     pub calls: u32,
-    /// One-byte `RWF_NOWAIT` reads (if `cachestat` is refused). Those that miss start a little read-ahead.
+    /// One-byte `RWF_NOWAIT` reads (if `cachestat` is refused). Each miss starts a little read-ahead.
     pub samples: u32,
 }
 

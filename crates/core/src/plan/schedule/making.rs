@@ -63,7 +63,7 @@ pub(super) struct Making<'a> {
     /// The span being built, sorted by start, and file offsets at which it must be cut.
     pub(super) atoms: Vec<Atom>,
     pub(super) breaks: Vec<u64>,
-    /// From here, the atoms of the span lie completely ahead. Of those before, the ones in `carry` are not done.
+    /// From here, the atoms of the span lie completely ahead. Earlier atoms that are not done are in `carry`.
     pub(super) next: usize,
     pub(super) carry: Vec<usize>,
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.

@@ -74,7 +74,7 @@ impl Queues {
 pub(super) struct LastLook {
     pub(super) at: Instant,
     pub(super) bytes: u64,
-    /// The file had changed. What was read meanwhile is not handed out before another look.
+    /// The file had changed. Bytes read meanwhile are not handed out before another look.
     pub(super) changed: bool,
 }
 

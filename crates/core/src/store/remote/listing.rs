@@ -43,8 +43,8 @@ pub(super) struct RedirectPlace {
     pub(super) region: Option<String>,
 }
 
-/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them. Those of folders
-/// end with a slash.
+/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them. Names of
+/// folders end with a slash.
 type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
 /// The objects under an address: itself if it is a file, or those that `listed` finds in a bucket behind a prefix.
@@ -147,8 +147,8 @@ fn names(
     }
 }
 
-/// The body of an answer, or why the server refuses it. What may go better later is asked for again, and redirects are
-/// followed.
+/// The body of an answer, or why the server refuses it. Requests that may go better later are sent again, and redirects
+/// are followed.
 fn asked(
     control: &Control,
     request: impl Fn(Option<&RedirectPlace>) -> Result<Get>,

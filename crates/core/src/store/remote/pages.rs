@@ -30,7 +30,7 @@ impl Page {
     /// The page in this answer.
     ///
     /// # Errors
-    /// `Io` for something else, with its text. What an object store calls an error has the kind that its code says.
+    /// `Io` for something else, with its text. An error of an object store has the kind that its code says.
     pub(super) fn of(body: &[u8]) -> Result<Page> {
         let text = String::from_utf8_lossy(body);
         let mut read = PageReading::default();

@@ -14,7 +14,7 @@ pub(in crate::store) struct Provider {
     pub(in crate::store) schemes: &'static [&'static str],
     /// The variables of the environment that its requests depend on.
     variables: &'static [&'static str],
-    /// Its requests, with these settings. What the settings leave out is looked for in the environment.
+    /// Its requests, with these settings. The environment gives those that are missing.
     pub(super) requests: fn(StorageSettings, Environment) -> Asked,
 }
 

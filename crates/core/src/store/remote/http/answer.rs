@@ -56,8 +56,8 @@ enum TransferCoding {
     Other(String),
 }
 
-/// Content encodings that change the bytes of a body. What else a server names there was said by whoever stored the object
-/// (`aws-chunked`, `binary`, `utf-8`), and says nothing of its bytes.
+/// Content encodings that change the bytes of a body. Other names come from the object's owner (`aws-chunked`,
+/// `binary`, `utf-8`), and say nothing of its bytes.
 const COMPRESSED: [&str; 12] = [
     "gzip",
     "x-gzip",
@@ -78,7 +78,7 @@ const COMPRESSED: [&str; 12] = [
 pub(in crate::store::remote) struct Expected {
     /// Size and version, if the object has been seen before.
     pub(in crate::store::remote) object: Option<(u64, Version)>,
-    /// The bytes that are asked for. Of an object that has not been seen they may pass its end.
+    /// The bytes that are asked for. They may pass the end of an object that has not been seen.
     pub(in crate::store::remote) range: Range<u64>,
 }
 

@@ -43,8 +43,8 @@ struct Encrypted {
 }
 
 impl Connection {
-    /// Begins to connect over `interface`, or as the system routes it, to the server or to the proxy for it. What is sent waits
-    /// until the connection is there.
+    /// Begins to connect over `interface`, or as the system routes it, to the server or to the proxy for it. Bytes to
+    /// send wait until the connection is there.
     pub(in crate::store::remote) fn connect(
         to: &SocketAddr,
         interface: Option<&str>,

@@ -32,8 +32,8 @@ impl Health {
         self.remember(to, false);
     }
 
-    /// A connection to it has failed: perhaps because it refuses, or cannot be reached. One that has answered before may only
-    /// have had enough. What fails on this machine, for want of descriptors or rights, says nothing of it.
+    /// A connection to it has failed: perhaps because it refuses, or cannot be reached. One that has answered before
+    /// may only be overloaded. A failure of this machine, such as a lack of descriptors or rights, says nothing of it.
     pub(in crate::store::remote) fn failed(&self, to: &SocketAddr, why: &io::Error) {
         const OF_ADDRESS: [i32; 5] =
             [libc::ENETUNREACH, libc::EHOSTUNREACH, libc::EADDRNOTAVAIL, libc::ECONNREFUSED, libc::ETIMEDOUT];

@@ -37,7 +37,7 @@ pub(in crate::store::remote) trait WireEnd {
         false
     }
 
-    /// Says that no more will be asked on it. What comes then is of no interest.
+    /// Says that no more will be asked on it. Bytes that come later are of no interest.
     fn leave(&mut self) {}
 
     /// Has the other end hear at once that the connection is gone, whatever it still sends. It is of no use then.

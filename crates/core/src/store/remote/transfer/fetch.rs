@@ -148,8 +148,8 @@ mod tests {
     use crate::store::remote::http::request::Unsigned;
     use crate::store::version::Version;
 
-    /// How many of two or three neighbours one request takes. Of each: whether it has been told to have arrived, and whether it
-    /// has a place.
+    /// How many of two or three neighbours one request takes. For each neighbour: whether its arrival has been told,
+    /// and whether it has a place.
     fn taken(reads: &[(bool, bool)]) -> usize {
         let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
         let mut waiting = ReadQueue::default();

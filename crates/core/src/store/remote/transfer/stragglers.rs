@@ -1,7 +1,7 @@
 //! Connections that are slower than the others: what they have not brought yet is asked for on others.
 //!
-//! A connection that has gone silent is closed. Of one that is only slow, the later half of the reads is taken away, and it is
-//! closed when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
+//! A connection that has gone silent is closed. One that is only slow loses the later half of its reads, and is closed
+//! when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
 //! asked for more.
 
 use super::fetch::RangeRequest;

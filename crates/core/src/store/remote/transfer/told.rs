@@ -9,7 +9,7 @@ use crate::store::version::Version;
 pub(in crate::store::remote) enum Told {
     Arrived(Ticket),
     Received(Ticket),
-    /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
+    /// It has ended, and nothing holds its memory. `object`: its size and version, if it was seen.
     Done {
         ticket: Ticket,
         lane: Lane,
