@@ -22,7 +22,7 @@ use std::{io, ptr};
 /// Keeps memory alive.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// Whether the page with this address is in memory. Of an address that nothing is mapped at the answer is yes.
+/// Whether the page with this address is in memory. If nothing is mapped at the address, the answer is yes.
 pub(crate) fn is_resident(address: u64) -> bool {
     let page = page_size();
     let mut resident = 1u8;
@@ -195,7 +195,7 @@ impl Alive {
         self.nbytes.load(Ordering::Relaxed)
     }
 
-    /// Wakes the thread that waits for the last view to go. Whoever else has news for that thread wakes it too.
+    /// Wakes the thread that waits for the last view to go. Other news for that thread wakes it too.
     pub(crate) fn none(&self) -> &Wake {
         &self.none
     }
@@ -276,8 +276,8 @@ impl Mapping {
         Arc::ptr_eq(self.alive.get_or_init(|| alive.clone()), alive)
     }
 
-    /// Puts private memory with the same bytes in place of the pages of these addresses, in steps that end at multiples of
-    /// 2 MiB. What reads them meanwhile finds the one or the other: the kernel exchanges each step at once. `done` is called
+    /// Puts private memory with the same bytes in place of the pages of these addresses, in steps that end at multiples
+    /// of 2 MiB. Readers meanwhile find the one or the other: the kernel exchanges each step at once. `done` is called
     /// with the addresses of each step.
     ///
     /// A step may lose what a program writes to its pages meanwhile. Returns false if a program did write to the pages of a

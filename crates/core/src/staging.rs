@@ -88,8 +88,8 @@ impl Slab {
     }
 
     /// Makes sure that the slab is registered with a driver, for all its devices: `register` is called with address and
-    /// length unless it has given a registration for this driver (a number above 0) before. What it gives is kept as long
-    /// as the slab lives, undoes the registration when dropped, and must not need a particular thread for that.
+    /// length unless it has given a registration for this driver (a number above 0) before. The registration lives as
+    /// long as the slab, ends when dropped, and must not need a particular thread for that.
     pub fn register(
         &self,
         driver: u64,

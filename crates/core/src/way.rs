@@ -46,10 +46,10 @@ impl Way {
     }
 }
 
-/// What reads through the page cache bring into it.
+/// Bytes that reads through the page cache add to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Through {
-    /// What the kernel reads ahead.
+    /// The kernel's read-ahead.
     Ahead,
     /// Whole huge pages, before they are read.
     HugePages,
@@ -59,7 +59,7 @@ pub enum Through {
     Nothing,
 }
 
-/// What happens to bytes that the page cache does not hold.
+/// The treatment of bytes outside the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cold {
     /// There are no such bytes: nothing will wait for a disk.
@@ -73,7 +73,7 @@ pub enum Cold {
 }
 
 impl Cold {
-    /// What a report says about the page cache before the load.
+    /// The field `cache` of a report.
     pub fn name(self) -> &'static str {
         match self {
             Cold::Bypass => "bypass",
@@ -82,7 +82,7 @@ impl Cold {
     }
 }
 
-/// What happens to cold bytes, and why.
+/// The decision on cold bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Choice {
     /// [`Cold::Keep`] or [`Cold::Bypass`].
@@ -99,9 +99,9 @@ pub(crate) type Chosen = Arc<Mutex<Option<Choice>>>;
 pub struct Routing {
     /// The way of each file of the checkpoint. A file without an entry has the default way.
     pub ways: Vec<Way>,
-    /// What happens to cold bytes.
+    /// The treatment of cold bytes.
     pub cold: Cold,
-    /// Why, for the report.
+    /// The reason, for the report.
     pub reason: String,
     /// The load only maps resident pages. The caller's own thread does that in 0.1 to 1 ms; other threads would add 0.3 ms
     /// and, on a busy machine, a turn at the scheduler each.

@@ -1,10 +1,10 @@
 //! Conversions between F16, BF16, F32 and F64 on the way out of a slab.
 //!
-//! They give what torch's `.to()` gives: the nearest value, and the even one of two that are equally near. Every conversion
-//! goes by way of F32, as torch's do. So F64 to F16 or BF16 is rounded twice, and the result of the two is torch's. What is too
-//! large becomes infinite. A NaN stays one, and keeps its sign and the higher bits of its payload, as in a processor's own
-//! conversions. Those that become BF16 are all 0x7fc0. In torch the bits of a NaN depend on the processor, and on the place in
-//! the tensor.
+//! They give what torch's `.to()` gives: the nearest value, and the even one of two that are equally near. Every
+//! conversion goes by way of F32, as torch's do. So F64 to F16 or BF16 is rounded twice, and the result of the two is
+//! torch's. Values that are too large become infinite. A NaN stays one, and keeps its sign and the higher bits of its
+//! payload, as in a processor's own conversions. A NaN that becomes BF16 is always 0x7fc0. In torch the bits of a NaN
+//! depend on the processor, and on the place in the tensor.
 
 use crate::format::DType;
 use std::marker::PhantomData;
@@ -176,7 +176,7 @@ pub(super) struct Single;
 pub(super) struct Double;
 
 const SIGN: u32 = 1 << 31;
-/// Infinity in F32. What is larger, without its sign, is a NaN.
+/// Infinity in F32. Larger values, without their sign, are NaNs.
 const INFINITE: u32 = 0xff << 23;
 /// The bit that makes a NaN a quiet one.
 const QUIET: u32 = 1 << 22;
@@ -203,7 +203,8 @@ impl Float for Half {
 
     #[inline(always)]
     fn rounded(bits: u32) -> [u8; 2] {
-        /// 2^16: the first power that F16 does not have. What rounds to it becomes infinite by carrying into the exponent.
+        /// 2^16: the first power that F16 does not have. Values that round to it become infinite by carrying into the
+        /// exponent.
         const LARGE: u32 = (127 + 16) << 23;
         /// 2^-14, the smallest F16 that is normal.
         const NORMAL: u32 = (127 - 14) << 23;

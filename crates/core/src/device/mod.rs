@@ -79,7 +79,7 @@ pub struct Copied {
     pub ticket: Ticket,
     /// Whether the bytes are there.
     pub result: Result<(), Error>,
-    /// If they are not: the destination blocks of the copies that had begun. What such a copy was to write may be there,
+    /// If they are not: the destination blocks of the copies that had begun. The bytes of such a copy may be there,
     /// wholly or in part.
     pub begun: Vec<u32>,
 }

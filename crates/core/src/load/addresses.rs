@@ -26,8 +26,8 @@ pub(crate) struct Addresses<'a, B> {
 }
 
 impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
-    /// Of extent number `extent`. `base` gives the address of a block's first byte, when the block has memory: a host
-    /// address or a device pointer.
+    /// Addresses of extent number `extent`. `base` gives the address of a block's first byte, a host or device address.
+    /// It gives `None` for a block without memory.
     pub(crate) fn new(schedule: &'a Schedule, layout: &'a Layout, extent: u32, base: B) -> Self {
         let extent = &schedule.extents[extent as usize];
         let pieces = &schedule.pieces[extent.pieces.start as usize..extent.pieces.end as usize];
@@ -52,7 +52,8 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         })
     }
 
-    /// The copies out of the slab at `slab`, one for each piece. Those into strided memory are [`strided`](Self::strided).
+    /// The copies out of the slab at `slab`, one for each piece. [`strided`](Self::strided) has those into strided
+    /// memory.
     pub(crate) fn copies(&self, slab: *mut u8) -> Result<Vec<Copy>> {
         let mut copies = Vec::with_capacity(self.pieces.len());
         for p in &self.in_slab().filter(|p| self.layout.strides_of(p.want).is_none()).collect::<Vec<_>>() {
@@ -126,8 +127,8 @@ impl<'a, B: Fn(u32) -> Option<u64>> Addresses<'a, B> {
         Ok(rows)
     }
 
-    /// What its last step writes, in order: block, offset in the block, bytes. Nothing of a mapping is written. Of a strided
-    /// tensor it is said only that it is somewhere in it.
+    /// Ranges that the last step writes, in order: block, offset in the block, bytes. A mapping gives none. A piece of
+    /// a strided tensor gives the whole span of the tensor.
     pub(crate) fn written(&self) -> impl Iterator<Item = (u32, u64, u64)> + '_ {
         let (whole, pieces) = match self.extent.landing {
             Landing::Mapping { .. } => (None, &[][..]),

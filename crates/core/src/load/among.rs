@@ -22,11 +22,11 @@ pub(super) struct Among {
     pub(super) peers: Peers,
 }
 
-/// What comes from other ranks.
+/// Parcels from other ranks.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Received {
     pub(super) parcels: usize,
-    /// Whether some of it needs slabs.
+    /// Whether some of them need slabs.
     pub(super) in_slabs: bool,
 }
 
@@ -97,8 +97,8 @@ impl Among {
     }
 }
 
-/// Which bytes of the file a rank wants of a parcel, in the order in which they travel: how many, and the rows, each with its
-/// offset and length. Rows are found when they are asked for: a list of those of narrow columns is longer than the parcel.
+/// The bytes that a rank wants of a parcel: their number, and their rows (file offset, bytes) in the order of travel.
+/// The rows are not a list: a list of the rows of narrow columns would be longer than the parcel.
 pub(super) fn rows(
     shares: &Arc<Shares>,
     checkpoint: &Checkpoint,

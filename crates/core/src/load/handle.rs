@@ -16,7 +16,7 @@ use std::borrow::Cow;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What [`Load::next`] found.
+/// The answer of [`Load::next`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// This want is ready, the next in hand-out order.

@@ -57,7 +57,7 @@ struct Standing {
     settling: bool,
     /// When the last page became private.
     moved: Option<Instant>,
-    /// Why a page could not become private.
+    /// The error that kept a page shared.
     short: Option<Error>,
     /// The file that another program waits for, or has waited for.
     asked: Option<u32>,

@@ -1,9 +1,9 @@
-//! What is read one tensor, or one part of a tensor, at a time, for a caller that asks in a loop: without a plan, an engine
-//! and memory for a whole load.
+//! Reads of one tensor, or one part of a tensor, at a time, for a caller that asks in a loop: no plan, no engine, and
+//! no memory for a whole load.
 //!
-//! On file systems that answer late, what follows is read ahead (`store/ahead`). On disks of this machine, a small part that
-//! is in the page cache is one copy out of it. Everything else is a [`Load`](super::Load), which the caller starts when
-//! [`Reader::read`] gives nothing.
+//! On file systems that answer late, the next bytes are read ahead (`store/ahead`). On disks of this machine, a small
+//! part that is in the page cache is copied out of it. Everything else is a [`Load`](super::Load), which the caller
+//! starts when [`Reader::read`] gives nothing.
 
 use crate::detached::{detached, here};
 use crate::error::{Error, ErrorKind, Result};
@@ -41,7 +41,7 @@ struct ReaderFiles {
     kinds: Vec<FileKind>,
 }
 
-/// What kind of storage a file is on, when it was opened.
+/// The kind of storage of a file, once it was opened.
 #[derive(Default)]
 struct FileKind {
     known: OnceLock<FsKind>,

@@ -1,4 +1,4 @@
-//! What the owner of a load and its engine thread share: an inbox, a state, a condition variable.
+//! The inbox, the state and the condition variable that a load's owner and its engine thread share.
 
 use crate::device::Fence;
 use crate::error::{Error, ErrorKind, Result};
@@ -27,7 +27,7 @@ pub(super) fn internal(text: &str) -> Error {
     Error::new(ErrorKind::Internal, format!("{text}; please report this"))
 }
 
-/// What the owner of a load and its engine thread share.
+/// State shared by a load's owner and its engine thread.
 pub(super) struct Shared {
     pub(super) state: Mutex<State>,
     pub(super) changed: Condvar,

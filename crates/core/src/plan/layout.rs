@@ -14,7 +14,7 @@ use crate::options::{Order, CPU_ALIGN, GPU_ALIGN, LEAST_GAP, PAGE, SHARED_BLOCK}
 use hashbrown::HashMap;
 use std::cmp::Reverse;
 
-/// What kind of memory the wants go to.
+/// The kind of memory that the wants go to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
     /// Memory of this machine: the files themselves where they are mapped, else private memory.
@@ -32,13 +32,13 @@ pub enum Target {
 /// One destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSpec {
-    /// What kind of memory it is.
+    /// The kind of memory.
     pub kind: BlockKind,
     /// Its size in bytes.
     pub nbytes: u64,
 }
 
-/// What kind of memory a block has.
+/// The kind of memory of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockKind {
     /// Bytes `start..start + nbytes` of file `file`, at their offsets in it (`start` is a multiple of the page size). Either
@@ -193,8 +193,8 @@ impl Layout {
         }
     }
 
-    /// Want numbers by file and offset. Of wants that start together, the longest run comes first. The wants' numbers
-    /// decide only between wants of the same bytes.
+    /// Want numbers by file and offset. Among wants that start together, the longest run comes first. The wants'
+    /// numbers decide only between wants of the same bytes.
     pub(crate) fn by_file(&self) -> Vec<u32> {
         let mut order: Vec<u32> = (0..self.runs.len() as u32).collect();
         let key = |&w: &u32| {

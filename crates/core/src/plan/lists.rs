@@ -1,5 +1,5 @@
-//! What each rank wants, in a form that is small and quick to make: several ranks may want hundreds of thousands of tensors
-//! each, and every rank keeps the lists of all.
+//! The wants of each rank, in a form that is small and quick to make: a rank may want hundreds of thousands of
+//! tensors, and every rank keeps the lists of all.
 //!
 //! The tensors of a model have few kinds (dtype and shape), and ranks cut those of one kind in few ways. So most wants are one
 //! of few patterns: runs counted from the first byte of the tensor.
@@ -30,7 +30,7 @@ impl ListOfWants for &[u8] {
     }
 }
 
-/// What one rank, or several alike, want.
+/// The wants of one rank, or of several alike.
 #[derive(Debug, Clone)]
 pub(super) struct List {
     /// For each want: its tensor, and the number of its pattern.
@@ -86,7 +86,7 @@ impl Patterns {
     }
 }
 
-/// What reads lists.
+/// A reader of lists.
 pub(super) struct Reading<'a> {
     checkpoint: &'a Checkpoint,
     patterns: Patterns,
@@ -144,7 +144,7 @@ impl<'a> Reading<'a> {
         Ok(List { wants, sorted, ranks })
     }
 
-    /// What was read.
+    /// The patterns found.
     pub(super) fn patterns(self) -> Patterns {
         self.patterns
     }

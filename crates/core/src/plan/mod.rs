@@ -1,4 +1,4 @@
-//! What is to be read, where to, and why that way: from a request to a layout, a routing and a schedule.
+//! The plan of a load: from a request to a layout, a routing and a schedule.
 
 mod holes;
 pub mod layout;

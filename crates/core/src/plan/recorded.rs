@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::options::{CPU_ALIGN, GPU_ALIGN, PAGE};
 
-/// The layout as a load of these wants takes it. What it says of the caller's memory is left out: each load has its own.
+/// The layout as a load of these wants takes it. It leaves out the caller's memory: each load has its own.
 ///
 /// # Errors
 /// `Invalid` if it is not a layout of these wants of this checkpoint, or not one for this target. One that

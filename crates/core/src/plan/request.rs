@@ -1,4 +1,4 @@
-//! What a load is asked for.
+//! The request for a load.
 
 use super::layout::Layout;
 use super::shares::Shares;
@@ -20,7 +20,7 @@ pub enum Where {
     Gpu(u32),
 }
 
-/// Whose memory the tensors go to.
+/// The memory that the tensors go to.
 pub enum Memory {
     /// Allocated here.
     Ours,
@@ -38,15 +38,15 @@ pub enum Memory {
     },
 }
 
-/// What several ranks load together, and which of them this is.
+/// A load of several ranks, seen by one of them.
 pub struct Together {
-    /// What all ranks want, and who reads what: the same on every rank.
+    /// The wants and the reads of all ranks: the same on every rank.
     pub shares: Arc<Shares>,
     /// The connections to the others.
     pub mesh: Mesh,
 }
 
-/// What to load, from where, to where and how.
+/// A request to load tensors.
 pub struct Request {
     /// The checkpoint.
     pub checkpoint: Arc<Checkpoint>,
@@ -56,7 +56,7 @@ pub struct Request {
     pub layout: Option<Arc<Layout>>,
     /// Where the tensors go.
     pub device: Where,
-    /// Whose memory they go to.
+    /// The memory that they go to.
     pub memory: Memory,
     /// The options of the load.
     pub options: Options,

@@ -32,7 +32,7 @@ pub(crate) enum Goal {
     Gpu,
 }
 
-/// What the machine says, asked only where it matters: each answer takes about twenty system calls.
+/// Facts about the machine, asked only where they matter: each takes about twenty system calls.
 pub(crate) struct Machine<'a> {
     /// Bytes of memory that are left to this process.
     pub(crate) memory_available: &'a dyn Fn() -> u64,

@@ -167,7 +167,7 @@ pub(crate) struct Part {
 }
 
 impl Strides {
-    /// Of (count, stride) for each dimension, outermost first. The last one is that of the bytes in a contiguous run.
+    /// Strides from (count, stride) of each dimension, outermost first. The last dimension is the bytes of a run.
     pub(crate) fn new(dims: &[(u64, u64)]) -> Strides {
         Strides { axes: axes(dims, 1), cast: None }
     }
@@ -177,7 +177,7 @@ impl Strides {
         Strides { axes: axes(dims, cast.from_bytes()), cast: Some(cast) }
     }
 
-    /// What becomes of the elements.
+    /// The conversion of elements.
     pub(crate) fn cast(&self) -> Option<Cast> {
         self.cast
     }

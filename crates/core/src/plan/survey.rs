@@ -1,4 +1,4 @@
-//! What is wanted of each file, and what its store says of it: everything that the routing may look at.
+//! Facts about each file for the routing: its wanted bytes, and the answers of its store.
 
 use super::layout::{BlockKind, Layout};
 use super::want::Want;
@@ -16,16 +16,16 @@ pub(crate) struct Survey {
     pub(crate) probes: u64,
 }
 
-/// What is wanted of one file, and what its file system and the page cache say of it.
+/// Facts about one file: its wanted bytes, its file system, its part of the page cache.
 #[derive(Debug, Clone)]
 pub(crate) struct Surveyed {
-    /// What its file system allows.
+    /// Facts of its file system.
     pub(crate) facts: Facts,
     /// From the first wanted byte to the last. Residency is asked for this range only.
     pub(crate) span: Range<u64>,
     /// Wanted bytes in the span. Bytes that are wanted twice count twice.
     pub(crate) wanted: u64,
-    /// Those of them that do not keep their place in the file: they are copied even if the file is mapped.
+    /// Wanted bytes that do not keep their place in the file: they are copied even if the file is mapped.
     pub(crate) moved: u64,
     /// Only a part of some tensor is wanted.
     pub(crate) cut: bool,

@@ -56,7 +56,7 @@ pub struct PlannedTraffic {
     pub nodes: Vec<OfNode>,
 }
 
-/// What one audience gets: the bytes of each list, from each reader.
+/// The bytes that one audience gets: of each list, from each reader.
 struct Alike {
     /// (list, one of its ranks).
     lists: Vec<(u32, u32)>,
@@ -239,7 +239,7 @@ impl<'a> Counting<'a> {
         Schedule::new(self.checkpoint, &self.layout, &self.files, &self.limits).extents
     }
 
-    /// What a rank reads that is no parcel.
+    /// Extents of a rank that are no parcels.
     fn together(&self, shares: &Shares, rank: u32) -> Vec<Extent> {
         let ranks = OneOfRanks { shares, rank };
         let mut all = Schedule::together(self.checkpoint, &self.layout, &self.files, &self.limits, &ranks).extents;

@@ -4,7 +4,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint, TensorInfo};
 use std::ops::Range;
 
-/// What is wanted along one dimension, in elements: `start`, `start + step` and so on, before `end`.
+/// The wanted elements of one dimension: `start`, `start + step` and so on, before `end`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AxisSlice {
     /// The first element.

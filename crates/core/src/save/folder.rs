@@ -62,8 +62,8 @@ impl Folder {
     }
 
     /// Removes the files of an earlier save, because a reader of the directory would take them for a part of this one.
-    /// The files called `names` stay, and so do files that others have put there meanwhile. Of a link only the link is
-    /// removed. Returns whether there was anything. Continues after an error and returns the first error.
+    /// The files called `names` stay, and so do files that others have put there meanwhile. A link is removed, its
+    /// target stays. Returns whether there was anything. Continues after an error and returns the first error.
     pub(super) fn remove_earlier(&self, names: &[OsString]) -> Result<bool> {
         let found = names.iter().filter_map(|name| fs::symlink_metadata(self.path.join(name)).ok());
         let ours: HashSet<_> = found.map(|file| (file.dev(), file.ino())).collect();

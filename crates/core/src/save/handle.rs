@@ -238,8 +238,8 @@ impl Save {
         Ok(lock(&self.work.state).report.clone())
     }
 
-    /// Gives up the save if it still runs, and waits until nothing of it runs. What hangs in the kernel is left behind
-    /// with its memory. The old files are unchanged, unless everything had been written.
+    /// Gives up the save if it still runs, and waits until nothing of it runs. A call that hangs in the kernel is left
+    /// behind with its memory. The old files are unchanged, unless everything had been written.
     pub fn close(&self) {
         if self.pid != std::process::id() {
             return;

@@ -251,7 +251,7 @@ mod tests {
     use crate::sync::{lock, Mutex};
     use crate::wake::Wake;
 
-    /// The reads of a source, and its next events.
+    /// The reads that a source got, and its events to come.
     #[derive(Default)]
     struct Given {
         reads: Vec<Read>,

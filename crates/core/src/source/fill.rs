@@ -6,7 +6,7 @@
 //!
 //! A file that is wanted whole is filled: the huge pages of an extent are populated in a separate mapping, which brings
 //! in 2 MiB at once as one folio. Then they are read like resident bytes. The bytes are read with pread and not copied
-//! out of the mapping: if the file shrinks meanwhile, pread gives a short read and not SIGBUS. Of any other file
+//! out of the mapping: if the file shrinks meanwhile, pread gives a short read and not SIGBUS. For any other file,
 //! exactly the requested bytes are read. This holds for a mapped file too: a fault brings in its whole huge page, so
 //! the pages at both ends of an extent are requested before.
 
@@ -23,8 +23,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Most bytes of one request. Of a longer one the kernel takes only as much as the disk's read-ahead, which is this by
-/// default.
+/// Most bytes of one request. The kernel cuts a longer one to the disk's read-ahead, which is this by default.
 const FETCH: u64 = 128 << 10;
 
 /// Asks the kernel to read a range into the page cache, and does not wait. This is advice: the kernel may leave a part out,
@@ -76,7 +75,7 @@ impl Fill {
     }
 
     /// Prepares the page cache for a buffered read. An error of the file is not reported here: the read meets and
-    /// reports it. What is refused here is reported once, and the reads are only slower.
+    /// reports it. A refusal is reported once, and the reads are only slower.
     pub(super) fn before(&self, files: &Files, read: &Read) -> Option<Fallback> {
         if !matches!(self.routing.way(read.file).through, Through::Exact | Through::HugePages) {
             return None;

@@ -48,7 +48,7 @@ impl Waste {
     }
 }
 
-/// What comes next for a flight.
+/// The next state of a flight.
 pub(super) enum AfterRead {
     Again(Flight),
     Over(Outcome),
@@ -151,7 +151,7 @@ impl Flight {
         }
     }
 
-    /// What the kernel's answer to [`call`](Self::call) means: bytes, or a negative errno.
+    /// Judges the kernel's answer to [`call`](Self::call): bytes, or a negative errno.
     pub(super) fn answer(mut self, answer: i64, files: &Files) -> AfterRead {
         let over = |read: Read, result| AfterRead::Over(Outcome::Done(read.done(files, result)));
         if answer < 0 {

@@ -86,11 +86,11 @@ use std::time::Duration;
 pub struct SourceRequest {
     /// The interface that the caller asked for.
     pub io: Io,
-    /// What was decided before the load.
+    /// Decisions before the load.
     pub routing: Arc<Routing>,
     /// Where reads are recorded, if they are.
     pub(crate) timeline: Option<Arc<Timeline>>,
-    /// What the pace of the storage decides, if it is to decide.
+    /// The choice by the pace of the storage, once there is one.
     pub(crate) chosen: Chosen,
 }
 
@@ -134,8 +134,8 @@ pub enum Destination {
     Memory(*mut u8),
     /// Consecutive bytes of the file go to these places in turn; a null address discards.
     Scatter(Vec<(*mut u8, usize)>),
-    /// Rows of the file go to their places, one by one. What lies between them is not wanted. Only sources of files in this
-    /// machine's page cache are sent such reads.
+    /// Rows of the file go to their places, one by one. Bytes between them are not wanted. Only sources of files in
+    /// this machine's page cache are sent such reads.
     Rows {
         /// Gaps of at most so many bytes may be read. Longer ones are skipped.
         gap: u64,
@@ -178,7 +178,7 @@ pub struct Done {
     pub written: u64,
 }
 
-/// What a source reports.
+/// A report of a source.
 #[derive(Debug)]
 pub enum Progress {
     /// The first byte of a read that was sent without a place to land is there. The source waits for [`Source::land`].
@@ -207,8 +207,8 @@ pub trait Source: Send {
     /// Starts what was queued (one system call for many reads, where the interface allows).
     fn flush(&mut self) -> Result<()>;
 
-    /// Appends what happened since the last call to `events`, without waiting. What was appended before an error counts.
-    /// Of a ticket nothing follows its `Done`.
+    /// Appends what happened since the last call to `events`, without waiting. Events appended before an error count.
+    /// `Done` is the last event of a ticket.
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()>;
 
     /// Gives a read that has arrived its place, and what keeps that memory alive. The source then receives the rest, and
@@ -247,7 +247,7 @@ pub trait Source: Send {
         Touches::default()
     }
 
-    /// What was refused since the last call, and what replaced it.
+    /// Fallbacks since the last call of this.
     fn take_fallbacks(&mut self) -> Vec<Fallback> {
         Vec::new()
     }
@@ -266,7 +266,7 @@ pub fn quarantined() -> usize {
     QUARANTINED.load(Ordering::Relaxed)
 }
 
-/// What a source reports to the router: done, or refused in a way that another interface may not share.
+/// A read's outcome, for the router: done, or refused in a way that another interface may not share.
 enum Outcome {
     Done(Done),
     Refused { read: Read, cause: io::Error },

@@ -320,7 +320,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Memory that a thread keeps from read to read.
+/// Tools that a thread keeps between reads.
 #[derive(Default)]
 pub(super) struct Tools {
     places: Vec<libc::iovec>,

@@ -50,7 +50,7 @@ pub struct Router {
     /// Outcomes that need no source.
     over: Vec<Done>,
     fallbacks: Vec<Fallback>,
-    /// What has been reported already: from, file system, errno.
+    /// Fallbacks reported already: from, file system, errno.
     told: HashSet<(&'static str, u64, Option<i32>)>,
     /// Reads that come back refused are given up.
     cancelled: bool,
@@ -83,7 +83,7 @@ impl BufferedBy {
     }
 }
 
-/// What performs a read.
+/// The way of a read.
 enum By {
     Pool(How),
     /// The interface for direct reads.
@@ -135,7 +135,7 @@ impl Router {
         }
     }
 
-    /// What reads ranges of the files into the page cache when all is done.
+    /// Late reads: ranges of the files, into the page cache when all is done.
     pub(crate) fn late(&self) -> ReadAhead {
         self.threads.late()
     }
@@ -207,7 +207,7 @@ impl Router {
         }
     }
 
-    /// What reads through the page cache.
+    /// The way of reads through the page cache.
     fn through(&self) -> By {
         match self.buffered {
             BufferedBy::None | BufferedBy::Leaving(_) => By::Pool(How::Buffered),

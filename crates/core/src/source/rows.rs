@@ -23,7 +23,7 @@ pub(super) struct RowReads<'a> {
     pub(super) scratch: &'a mut Vec<u8>,
 }
 
-/// Why rows are not all there.
+/// The reason for missing rows.
 #[derive(Debug)]
 pub(super) enum Why {
     /// The file ends.

@@ -61,7 +61,7 @@ struct PoolShared {
 #[derive(Default)]
 struct PoolState {
     queue: VecDeque<(Read, How)>,
-    /// What is to be read into the page cache at the end.
+    /// Ranges to read into the page cache at the end.
     last: Vec<(u32, Range<u64>)>,
     done: Vec<Outcome>,
     /// `wake` was raised and not lowered since: one write for however many completions.
@@ -70,7 +70,7 @@ struct PoolState {
     threads: usize,
     idle: usize,
     reading: usize,
-    /// Who waits for `finished`. To notify is a system call, whether anybody waits or not.
+    /// Threads that wait for `finished`: to notify is a system call even if none waits.
     awaited: usize,
     /// Reads finished so far.
     finished: u64,
@@ -121,7 +121,7 @@ impl Threads {
         })
     }
 
-    /// What reads ranges into the page cache when all is done.
+    /// Late reads: ranges, into the page cache when all is done.
     pub(super) fn late(&self) -> ReadAhead {
         ReadAhead(self.shared.clone())
     }
@@ -302,7 +302,7 @@ impl PoolShared {
         result
     }
 
-    /// What thread `number` does.
+    /// The loop of thread `number`.
     fn work(&self, number: u32) {
         block_signals();
         let mut tools = Tools::default();
@@ -370,8 +370,8 @@ impl PoolShared {
         self.finished.notify_all();
     }
 
-    /// Has the kernel read these ranges into the page cache, without waiting for them. What is not taken is lost time in
-    /// the next load, no more.
+    /// Has the kernel read these ranges into the page cache, without waiting for them. A range left out costs the next
+    /// load time, no more.
     fn fetch(&self, ranges: Vec<(u32, Range<u64>)>) {
         for (file, range) in ranges {
             let Ok(fd) = self.performer.files().open(file, false) else { return };

@@ -72,7 +72,7 @@ pub struct Touches {
 }
 
 impl Touches {
-    /// Those of two sources together.
+    /// The touches of two sources together.
     pub(super) fn and(self, other: Touches) -> Touches {
         let left_seconds = match (self.left_seconds, other.left_seconds) {
             (Some(a), Some(b)) => Some(a + b),
@@ -107,7 +107,7 @@ pub(super) struct Touch {
 /// The size of the pages that the disk fills.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum PageSize {
-    /// Not decided. `sent` stretches were requested in huge pages. Of these, `slow` and `fast` have been touched.
+    /// Not decided. `sent` stretches were requested in huge pages; `slow` and `fast` of them have been touched.
     Probing { sent: u32, slow: u32, fast: u32 },
     /// Huge pages. `slow` is the number of slow stretches minus the number of fast ones, 0 at least.
     Huge { slow: u32 },
@@ -158,7 +158,7 @@ impl PageSize {
     }
 }
 
-/// Why pages were not touched.
+/// The reason for untouched pages.
 #[derive(Debug)]
 pub(super) enum Untouched {
     /// The call was refused for the first time.
@@ -234,7 +234,7 @@ impl Touch {
         self.calls.fetch_add(calls as u64, Ordering::Relaxed);
     }
 
-    /// What was touched since the last call of this, and what the first touch of the rest will cost.
+    /// Touches since the last call of this, and the cost of the first touch of the rest.
     pub(super) fn take(&self, left: &[Left]) -> Touches {
         let bytes = left.iter().map(|left| left.len as u64).sum();
         Touches {

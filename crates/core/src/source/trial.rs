@@ -160,7 +160,7 @@ struct Pace {
     back: u64,
     /// Reads in flight: file, range, and whether they went past the page cache.
     out: HashMap<Ticket, (u32, Range<u64>, bool)>,
-    /// What went past the page cache.
+    /// Ranges read past the page cache.
     past: Vec<(u32, Range<u64>)>,
     /// Bytes per second, past the page cache and through it.
     paces: (f64, f64),
@@ -295,7 +295,7 @@ impl Pace {
         self.stage = Timing::Over;
     }
 
-    /// What went past the page cache although the page cache is kept.
+    /// Ranges read past the page cache, if it is kept after all.
     fn take_past(&mut self) -> Vec<(u32, Range<u64>)> {
         if self.keeps() {
             std::mem::take(&mut self.past)

@@ -5,8 +5,8 @@
 //! the workers give 2.4.
 //!
 //! The only way to learn whether a kernel grants io_uring is to ask it. Its version says nothing: containers refuse
-//! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. What was refused goes
-//! back to the router, as soon as the kernel can no longer write to its memory.
+//! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. Refused reads go back
+//! to the router, as soon as the kernel can no longer write to their memory.
 
 use super::flight::{quarantine, AfterRead, Flight, Waste};
 use super::perform::refuses_direct;
@@ -66,9 +66,9 @@ pub struct Uring {
     flag_stays: bool,
 }
 
-/// What reads through the page cache need.
+/// State of reads through the page cache.
 struct Buffered {
-    /// Where bytes go that are not wanted.
+    /// Memory for bytes that are not wanted.
     waste: Arc<Waste>,
     /// For each file: whether only the requested bytes may be brought in; empty: for no file.
     exact: Vec<bool>,

@@ -1,5 +1,5 @@
-//! What the commands `warm` and `evict` do to one file. Its file system may hang: so there are forms on a thread that can
-//! be left behind.
+//! The commands `warm` and `evict`, for one file. Its file system may hang: so there are forms on a thread that can be
+//! left behind.
 
 use super::files::Files;
 use super::fill_after::{stop_fills_of, DiskUse};
@@ -117,7 +117,7 @@ pub fn evict_while(path: &Path, go_on: impl FnMut() -> bool) -> Result<u64> {
     detached(move || evict(&file, None), None, || 0, go_on).map_err(|e| e.at(path))
 }
 
-/// What of a file is in the page cache, and its size in bytes; given up as [`warm_while`] is.
+/// The residency of a file, and its size in bytes; given up as [`warm_while`] is.
 pub fn residency_while(path: &Path, stall: Duration, go_on: impl FnMut() -> bool) -> Result<(Residency, u64)> {
     let file: PathBuf = path.to_path_buf();
     let work = move || {

@@ -1,4 +1,4 @@
-//! What the file system of a file allows: which lanes make sense, and what O_DIRECT needs.
+//! Facts of a file's file system: the lanes that make sense, and the needs of O_DIRECT.
 
 use super::known_disks;
 use super::mounts::mount_of;
@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// What kind of storage a file system is on. This decides which lanes make sense.
+/// The kind of storage of a file system. It decides which lanes make sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FsKind {
     /// The page cache is the storage (tmpfs, ramfs, hugetlbfs).
@@ -25,7 +25,7 @@ pub enum FsKind {
     Remote,
 }
 
-/// What the file system of a shard file allows.
+/// Facts about the file system of a shard file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
     /// The kind of storage.
@@ -99,8 +99,8 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
     Ok(Facts { kind, fs, storage: stat.identity.dev, lanes, parallelism: None, extent: None, gap: None })
 }
 
-/// What a file of an overlay lies on. Lazily pulled images have layers in another process (FUSE), which fetches their
-/// bytes over the network.
+/// The storage below a file of an overlay. Lazily pulled images have layers in another process (FUSE), which fetches
+/// their bytes over the network.
 fn kind_below(fd: &OwnedFd, path: &Path) -> FsKind {
     if has_extents(fd) {
         return FsKind::Local;

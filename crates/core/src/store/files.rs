@@ -130,7 +130,7 @@ impl Files {
         self.files[file as usize].identity.size
     }
 
-    /// What file number `file` was when its header was read.
+    /// The identity of file number `file` when its header was read.
     pub fn identity(&self, file: u32) -> Identity {
         self.files[file as usize].identity
     }
@@ -269,7 +269,7 @@ impl Files {
         known_disks::is_known(file.identity.dev) || file.facts.get().is_some_and(|facts| facts.kind != FsKind::Network)
     }
 
-    /// What the file system of file number `file` allows.
+    /// Facts about the file system of file number `file`.
     pub fn facts(&self, file: u32) -> Result<Facts> {
         let known = &self.files[file as usize];
         let facts = match known.facts.get() {
@@ -305,13 +305,13 @@ impl Files {
         Ok(())
     }
 
-    /// Which parts of file number `file` are in the page cache.
+    /// The parts of file number `file` in the page cache.
     pub fn resident_ranges(&self, file: u32) -> Result<Residency> {
         self.resident_within(file, 0..self.size(file))
     }
 
-    /// Which parts of `range` of file number `file` are in the page cache: whole pages, cut at the end of the file. A
-    /// caller that wants one tensor of a large file need not ask about the rest.
+    /// The parts of `range` of file number `file` in the page cache: whole pages, cut at the end of the file. A caller
+    /// that wants one tensor of a large file need not ask about the rest.
     pub fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
         let size = self.size(file);
         let range = range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE).min(size);
@@ -399,7 +399,7 @@ fn close_idlest(open: &mut Vec<Open>) -> bool {
     }
 }
 
-/// What the file system under `path` (a file) allows: for diagnosis.
+/// Facts about the file system of a file, for diagnosis.
 pub fn facts_at(path: &Path) -> Result<Facts> {
     Files::from_paths(&[path])?.facts(0)
 }

@@ -46,7 +46,7 @@ pub enum FillState {
 pub struct FillStatus {
     /// Its state.
     pub state: FillState,
-    /// Why it was stopped; empty where it was not.
+    /// The reason for a stop; empty without one.
     pub reason: String,
     /// Bytes of which it is known that the page cache holds them.
     pub nbytes: u64,
@@ -146,7 +146,7 @@ impl CacheFill {
         true
     }
 
-    /// Ends it between two steps and waits for that, 1 s at most. What was filled stays.
+    /// Ends it between two steps and waits for that, 1 s at most. Filled pages stay.
     pub fn stop(&self) {
         if self.0.pid != std::process::id() {
             return;

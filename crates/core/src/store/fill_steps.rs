@@ -33,12 +33,12 @@ const LOOK_EVERY: u64 = 64 * MIB;
 /// Passes over all bytes. A pass in which nearly everything is there takes 10 ms/GB.
 const MOST_PASSES: u32 = 4;
 
-/// What a fill brings into the page cache, and how far it is.
+/// A fill of the page cache, and its progress.
 pub(super) struct FillSteps {
     files: Files,
     /// The bytes that are filled; sorted by file and offset.
     ranges: Vec<(u32, Range<u64>)>,
-    /// For each file: whether it is wanted whole, or nearly. Of other files the kernel reads nothing ahead.
+    /// For each file: whether it is wanted whole, or nearly. The kernel reads nothing ahead of other files.
     whole: Vec<bool>,
     total: u64,
     /// Passes that are over.

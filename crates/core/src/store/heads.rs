@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Bytes of one read. Of a long header or index each read that returns is progress, even if the server is slow.
+/// Bytes of one read. Each read of a long header or index is progress, even if the server is slow.
 pub(super) const MOST_PER_READ: usize = 1 << 20;
 
 /// Entries of a directory that the caller's thread lists and sorts at most: about 1 ms.

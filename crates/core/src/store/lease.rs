@@ -31,7 +31,7 @@ struct SignalOwner {
     id: i32,
 }
 
-/// What tells the thread that made it that somebody waits for a file.
+/// Signals to the thread that made it: another program waits for a file.
 #[derive(Debug)]
 pub(crate) struct Breaks {
     signals: OwnedFd,
@@ -135,7 +135,7 @@ fn are_off() -> bool {
     std::fs::read(ENABLED).is_ok_and(|found| found.trim_ascii() == b"0")
 }
 
-/// Why the kernel has refused a lease. `off`: it refuses all of them.
+/// The kernel's reason to refuse a lease. `off`: it refuses all of them.
 fn refusal(e: &io::Error, off: bool) -> String {
     match e.raw_os_error() {
         Some(libc::EAGAIN) => "it is open for writing".to_owned(),

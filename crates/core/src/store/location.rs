@@ -14,8 +14,8 @@ pub enum Location {
 }
 
 impl Location {
-    /// What `path` names: an address if it begins with a scheme for which `known` finds something, and what that is; `None`
-    /// for a path.
+    /// The address that `path` names, and the result of `known` for its scheme; `None` for a path: no scheme, or none
+    /// that `known` finds.
     pub(crate) fn address<T>(path: &Path, known: impl FnOnce(&str) -> Option<T>) -> Option<(Location, T)> {
         let text = path.to_str()?;
         let found = known(scheme(text)?)?;
@@ -44,7 +44,7 @@ impl Location {
         Location::Path(path.into())
     }
 
-    /// What has this name in the folder that this is.
+    /// The location of this name in this folder.
     pub(crate) fn within(&self, name: &OsStr) -> Location {
         match self {
             Location::Path(path) => Location::Path(path.join(name)),
@@ -76,7 +76,7 @@ impl Location {
         self.as_path().file_name().unwrap_or(self.as_os_str())
     }
 
-    /// What stands behind the last dot of its name; `None` if that is no UTF-8.
+    /// The extension of its name; `None` if it has none, or no UTF-8.
     pub(crate) fn ending(&self) -> Option<&str> {
         self.as_path().extension()?.to_str()
     }
@@ -129,7 +129,7 @@ fn without_query(text: &str) -> (&str, &str) {
     text.split_at(text.find(['?', '#']).unwrap_or(text.len()))
 }
 
-/// What messages show of an address.
+/// The part of an address that messages show.
 fn shown(text: &str) -> &str {
     let (place, _) = without_query(text);
     match scheme(text) {

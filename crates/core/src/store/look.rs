@@ -1,4 +1,4 @@
-//! What asking for an object took, and what the servers said: for `penstock doctor`.
+//! Measurements of requests for an object, and the servers' answers: for `penstock doctor`.
 
 use super::version::Version;
 use crate::error::Error;
@@ -15,11 +15,11 @@ pub struct Look {
     pub connections: u32,
     /// Size of the object in bytes, and its version.
     pub object: Option<(u64, Version)>,
-    /// What went wrong.
+    /// The error, if any.
     pub error: Option<Error>,
 }
 
-/// A server, and what asking it took. What is `None` was not reached.
+/// A server, and the time of each step to its answer. `None`: not reached.
 #[derive(Debug, Clone, Default)]
 pub struct Asked {
     /// Scheme, host and port.

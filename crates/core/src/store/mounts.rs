@@ -1,4 +1,4 @@
-//! What is mounted where: the kernel's list of the mounts of this process.
+//! The mounts of this process, from the kernel's list.
 
 use super::stat::identity_of;
 use std::ffi::OsString;
@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 /// One mounted file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {
-    /// What the kernel calls it, such as `ext4`, `virtiofs` or `fuse.s3fs`.
+    /// The kernel's name for it, such as `ext4`, `virtiofs` or `fuse.s3fs`.
     pub(crate) kind: String,
-    /// What was mounted: a device, or the name that a process gave.
+    /// The device, or the name that a process gave.
     pub(crate) source: String,
     /// The directories that an overlay is made of.
     pub(crate) layers: Vec<PathBuf>,

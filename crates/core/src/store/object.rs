@@ -1,5 +1,5 @@
-//! What a kind of storage has to offer: a store lists objects and reads their heads when a checkpoint is opened, and gives
-//! a load what it needs of its objects.
+//! The interface of a kind of storage: a store lists objects and reads their heads when a checkpoint is opened, and
+//! gives a load what it needs of its objects.
 //!
 //! A store is one file: it implements [`Store`] and [`Objects`], brings a [`Source`](crate::source::Source), and is registered for a scheme.
 //! Nothing else in the crate names it. `tests/toy_store` is an example.
@@ -23,7 +23,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What a listing says that has nothing.
+/// The error of a listing without objects.
 pub(super) const NO_OBJECT: &str = "the bucket or container has no object whose key begins with this";
 
 /// The first bytes of an object, and what tells it apart.
@@ -48,7 +48,7 @@ pub struct Object {
     pub version: Version,
 }
 
-/// What a load has exchanged with servers.
+/// The traffic of a load with servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Requests that were sent, those that failed and those that were redirected included.
@@ -57,13 +57,13 @@ pub struct Traffic {
     pub connections: u64,
     /// Requests that failed and were sent again for what was missing.
     pub retries: u64,
-    /// Those of them that failed because the server had too much to do (429, 503).
+    /// Retries because the server had too much to do (429, 503).
     pub busy: u64,
     /// Requests whose last part was asked for on another connection, because theirs was slower than the others.
     pub moved: u64,
     /// Bytes of bodies that were received.
     pub received: u64,
-    /// Those of them between reads that one request brought, and nobody wanted.
+    /// Received bytes between reads of one request, which nobody wanted.
     pub gaps: u64,
 }
 
@@ -83,9 +83,9 @@ impl std::ops::AddAssign for Traffic {
 /// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
 /// left behind. Where they wait for long, they ask [`still_wanted`](super::still_wanted). `objects` may not block.
 pub trait Store: Send + Sync + Debug {
-    /// What a location stands for: itself, or the objects under it whose names end in `.safetensors` or `.json`. Their
-    /// addresses begin with the one that was asked for, as it is spelled. Those that are not directly under it are left out
-    /// by the caller.
+    /// The objects of a location: itself, or the objects under it whose names end in `.safetensors` or `.json`. Their
+    /// addresses begin with the given one, as it is spelled. The caller leaves out those that are not directly under
+    /// it.
     ///
     /// # Errors
     /// `NotFound`, `Permission`, `Io`.
@@ -103,10 +103,10 @@ pub trait Store: Send + Sync + Debug {
     /// Those of [`head`](Self::head), `Truncated`, and `Changed` for another version.
     fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>>;
 
-    /// What asking for an object takes, `times` times at most: for `penstock doctor`.
+    /// Measures requests for an object, `times` at most: for `penstock doctor`.
     ///
     /// # Errors
-    /// `Unsupported` if the store cannot say. What goes wrong on the way is in the [`Look`].
+    /// `Unsupported` if the store cannot measure. Errors of the requests are in the [`Look`].
     fn look(&self, at: &Location, times: usize) -> Result<Look> {
         let _ = times;
         Err(Error::new(ErrorKind::Unsupported, "this store cannot measure its requests").at(at))
@@ -125,11 +125,11 @@ pub trait Objects: Send + Sync + Debug {
     /// Where a file is, for messages.
     fn path(&self, file: u32) -> &Path;
 
-    /// What can be said of a file before it is read, its lanes first. The ways of the load follow from it.
+    /// Facts about a file before it is read, its lanes first. The ways of the load follow from them.
     fn facts(&self, file: u32) -> Result<Facts>;
 
-    /// Which parts of `range` are near: in memory already, so that reading them waits for no storage, or in a copy. They come in
-    /// the lane that `facts` names for them.
+    /// The parts of `range` that are near: in memory already, so that reads wait for no storage, or in a copy. They
+    /// come in the lane that `facts` names for them.
     fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
         let _ = (file, range);
         Ok(Residency::default())
@@ -157,7 +157,7 @@ pub trait Objects: Send + Sync + Debug {
         true
     }
 
-    /// What was exchanged with servers so far; `None` for a store that has none.
+    /// The traffic with servers so far; `None` for a store that has none.
     fn traffic(&self) -> Option<Traffic> {
         None
     }

@@ -1,5 +1,4 @@
-//! What opening a checkpoint reads: the names, the first bytes and the whole content of something, on this machine or in a
-//! store that a scheme names.
+//! Reads of an open: names, first bytes and whole contents, on this machine or in a store that a scheme names.
 
 use super::heads::{is_gone, is_link, local_content, local_names, LocalHead};
 use super::known_disks::leads_to_known_disk;
@@ -13,7 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Bytes of one request to a store. Of a long header each request that is answered is progress, even if the store is slow.
+/// Bytes of one request to a store. Each answered request for a long header is progress, even if the store is slow.
 const MOST_PER_REQUEST: u64 = 8 << 20;
 
 /// Something that can be opened: where it is, and the store that has it.
@@ -31,7 +30,7 @@ impl PartialEq for Origin {
 }
 
 impl Origin {
-    /// What a caller names: an address if it begins with the scheme of one of these stores, otherwise a path.
+    /// The origin that a caller names: an address if it begins with a scheme of these stores, otherwise a path.
     pub(crate) fn of(source: &OsStr, stores: &Stores) -> Origin {
         match Location::address(Path::new(source), |scheme| stores.of(scheme)) {
             Some((location, store)) => Origin { location, store: Some(store) },
@@ -48,12 +47,12 @@ impl Origin {
         self.store.as_ref()
     }
 
-    /// What has this name in the folder that this is.
+    /// The origin of this name in this folder.
     pub(crate) fn within(&self, name: &OsStr) -> Origin {
         Origin { location: self.location.within(name), store: self.store.clone() }
     }
 
-    /// What has this name in the folder of this file.
+    /// The origin of this name in the folder of this file.
     pub(crate) fn beside(&self, name: &str) -> Origin {
         Origin { location: self.location.sibling(name), store: self.store.clone() }
     }

@@ -1,8 +1,8 @@
-//! What one more read costs, counted in bytes: a hole between two wanted runs that is shorter is read, not skipped.
+//! The cost of one more read, counted in bytes: a hole between two wanted runs that is shorter is read, not skipped.
 //!
-//! Some storage answers a short read in the time of a few kilobytes, some in that of a megabyte, and the page cache adds the
-//! processor's time. So both are timed, on the file itself, with as many reads in flight as keep a disk busy. What was measured
-//! of one storage serves all loads of the process.
+//! Some storage answers a short read in the time of a few kilobytes, some in that of a megabyte, and the page cache
+//! adds the processor's time. So both are timed, on the file itself, with as many reads in flight as keep a disk busy.
+//! All loads of the process share the result for one storage.
 
 use super::pread::read_fully;
 use crate::machine::block_signals;
@@ -39,7 +39,7 @@ fn hole(short: Duration, long: Duration) -> u64 {
     ((share * LONG_BYTES as f64) as u64).saturating_sub(PAGE).min(LONG_BYTES)
 }
 
-/// What was measured of this storage before. Only block devices keep their number while the process lives.
+/// The measured hole of this storage. Only block devices keep their number while the process lives.
 pub(super) fn known(dev: u64, direct: bool) -> Option<u64> {
     let key = key(dev, direct)?;
     let found = MEASURED.iter().map(|place| place.load(Ordering::Relaxed)).find(|found| found >> PAGES == key)?;
@@ -65,9 +65,9 @@ fn key(dev: u64, direct: bool) -> Option<u64> {
 
 /// Offsets of a file, each a multiple of a page.
 pub(crate) struct Sample {
-    /// Of a page each.
+    /// Offsets of reads of a page.
     pub(crate) short: Vec<u64>,
-    /// Of [`LONG_BYTES`] each.
+    /// Offsets of reads of [`LONG_BYTES`].
     pub(crate) long: Vec<u64>,
 }
 

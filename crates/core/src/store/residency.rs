@@ -1,4 +1,4 @@
-//! Which pages of a file are in the page cache.
+//! The pages of a file in the page cache.
 
 use crate::error::{Error, Result};
 use crate::machine::page_size;
@@ -12,14 +12,14 @@ const FINEST: u64 = 128 << 10;
 /// Most `RWF_NOWAIT` samples for one file: each miss costs 5 us and starts a little read-ahead.
 const MOST_SAMPLES: u64 = 1024;
 
-/// Which pages of a file are in the page cache, and how many calls it took to find out.
+/// The pages of a file in the page cache, and the number of calls it took to find them.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Residency {
     /// Sorted, disjoint byte ranges, cut at the end of the file.
     pub ranges: Vec<Range<u64>>,
     /// Calls of `cachestat`.
     pub calls: u32,
-    /// One-byte `RWF_NOWAIT` reads (if `cachestat` is refused). Those that miss start a little read-ahead.
+    /// One-byte `RWF_NOWAIT` reads (if `cachestat` is refused). Each miss starts a little read-ahead.
     pub samples: u32,
 }
 

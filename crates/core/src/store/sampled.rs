@@ -51,7 +51,7 @@ fn stable(bytes: &[u8]) -> u64 {
 /// A file as it was opened.
 pub(crate) type Opened<'a> = (&'a Location, u64, u64, &'a Version);
 
-/// What tells the versions of all files apart, and whether it does so on other machines too.
+/// A hash of the versions of all files, and whether it is the same on other machines.
 pub(crate) fn identity<'a>(files: impl Iterator<Item = Opened<'a>>) -> (u64, bool) {
     let (mut text, mut everywhere) = (String::new(), true);
     for (_, size, _, version) in files {

@@ -1,4 +1,4 @@
-//! What the kernel says of a file: its identity, and what O_DIRECT needs.
+//! The kernel's data of a file: its identity, and the needs of O_DIRECT.
 
 use super::version::Identity;
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use std::os::fd::RawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// What `statx` found.
+/// The result of `statx`.
 pub(super) struct Stat {
     pub(super) identity: Identity,
     /// Alignment of memory and of offsets, in bytes; 0: O_DIRECT is not supported. `None` if the kernel does not say.

@@ -106,7 +106,7 @@ impl Storage {
         self.elsewhere(file).map_or_else(|| self.local.path(file), |found| found.location.as_path())
     }
 
-    /// What a rank of this load is called, for messages.
+    /// The name of a rank of this load, for messages.
     pub(crate) fn rank(&self, rank: u32) -> &Path {
         self.ranks.get(rank as usize).map_or(Path::new("another rank"), PathBuf::as_path)
     }
@@ -193,7 +193,7 @@ impl Storage {
         Ok(())
     }
 
-    /// What was exchanged with servers so far; `None` if no file is on one.
+    /// The traffic with servers so far; `None` if no file is on one.
     pub(crate) fn traffic(&self) -> Option<Traffic> {
         self.others.iter().filter_map(|objects| objects.traffic()).reduce(|mut all, more| {
             all += more;
@@ -217,7 +217,7 @@ impl Storage {
         self.local.asking().or_else(|| Some((self.answers.load(Ordering::Relaxed), file()? as u32)))
     }
 
-    /// What reads all files: the sources of their stores, as one.
+    /// The source of all files: the sources of their stores, as one.
     pub(crate) fn source(&self, request: &SourceRequest) -> Result<Dispatcher> {
         let local = self.others.len();
         let of_file = self.elsewhere.iter().map(|found| found.as_ref().map_or(local, |found| found.store));

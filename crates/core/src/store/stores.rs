@@ -1,4 +1,4 @@
-//! Which store has the addresses of a scheme.
+//! The stores of the schemes of addresses.
 
 use super::location::Location;
 use super::look::Look;
@@ -64,7 +64,7 @@ impl Stores {
         Ok(found.map(|found| found.iter().map(|certificate| certificate.to_vec()).collect()))
     }
 
-    /// What asking for the object at an address takes; `None` if no store has such addresses.
+    /// Measures requests for the object at an address; `None` if no store has such addresses.
     ///
     /// # Errors
     /// Those of [`Store::look`].

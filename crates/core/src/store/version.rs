@@ -25,8 +25,8 @@ pub struct Identity {
     pub ctime_ns: i128,
 }
 
-/// What tells two versions of an object apart. Its size stands beside it: ranks on several machines compare sizes, and each
-/// machine has its own inodes.
+/// The version of an object. Its size stands beside it: ranks on several machines compare sizes, as each machine has
+/// its own inodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Version {
     /// A file of this machine.

@@ -1,4 +1,4 @@
-//! What an open waits for, and how much of the work the caller's own thread may do.
+//! The waits of an open, and how much of its work the caller's own thread may do.
 //!
 //! A call to a file system that has stopped answering cannot be interrupted, and a long parse does not look at signals.
 //! So the caller's thread opens only files that are small and in memory ([`Watch::here`]). Threads that can be left
@@ -16,7 +16,7 @@ use std::time::Duration;
 const MOST_BYTES_HERE: u64 = 512 * 1024;
 
 thread_local! {
-    /// What the caller wants of the question that this thread asks a store.
+    /// The caller of the question that this thread asks a store.
     static QUESTION: RefCell<Option<Caller>> = const { RefCell::new(None) };
 }
 

@@ -304,7 +304,7 @@ impl<'a> GpuQueue<'a> {
         }
     }
 
-    /// Submits the copies into strided memory. Those of `many` are for the caller to submit: small ranges of the slab.
+    /// Submits the copies into strided memory, except small ranges of the slab: the caller submits those, with `many`.
     fn spread(&mut self, strided: &Strided, together: bool, many: &mut Many) -> Result<()> {
         for (grid, axes) in strided.each() {
             boxes::plan(grid, axes, HALF, |crossing| match crossing {

@@ -1,4 +1,4 @@
-//! The state that the owner of a device shares with its threads.
+//! Commands to a device's threads, and the state they share.
 
 use crate::device::{Batch, Copied, Fence};
 use crate::error::{Error, Result};

@@ -1,5 +1,5 @@
-//! What ranks load in the simulator: a checkpoint that has headers and holes, what each rank wants of it, and its schedule,
-//! from the code of every load. A case is checked byte by byte, without moving any.
+//! Loads of the simulator: a checkpoint with headers and holes, the wants of each rank, and its schedule, made by the
+//! code of every load. A case is checked byte by byte, without moving any.
 
 use super::random::Rng;
 use crate::extent::{Declared, InCommon, Landing, TakesSlab};
@@ -55,7 +55,7 @@ impl Model {
     }
 }
 
-/// What ranks want of a checkpoint.
+/// The wants of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wanted {
     /// Everything.
@@ -134,7 +134,7 @@ impl Misplan {
     ];
 }
 
-/// What all ranks do.
+/// The plans of all ranks.
 pub(super) struct Case<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) shares: Arc<Shares>,

@@ -35,7 +35,7 @@ struct Mistakes {
     misplan: Option<Misplan>,
 }
 
-/// What a seed stands for.
+/// The load that a seed makes.
 #[derive(Debug, Clone, Copy)]
 struct Scenario {
     ranks: u32,
@@ -94,14 +94,14 @@ impl Scenario {
     }
 }
 
-/// What came of a run: how many ranks ended well, and how many with an error.
+/// The end of a run: all ranks ended well, or all with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Outcome {
     AllWell,
     AllFailed,
 }
 
-/// Runs what a seed stands for, and says what is wrong with it.
+/// Runs the load that a seed makes. An `Err` says what is wrong with it.
 fn judge(model: &Model, seed: u64, mistakes: Mistakes) -> Result<Option<Outcome>, String> {
     let mut rng = Rng(seed);
     let scenario = Scenario::new(&mut rng, mistakes);

@@ -27,7 +27,7 @@ impl Rng {
     }
 }
 
-/// What carries one transfer after the other at a rate: bytes per second.
+/// A link that carries one transfer at a time, at `rate` bytes per second.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Pipe {
     pub(super) rate: f64,

@@ -1,9 +1,9 @@
-//! What a schedule is made with: traits of each file, and limits of the load.
+//! Inputs of a schedule: traits of each file, and limits of the load.
 
 use crate::way::Way;
 use std::ops::Range;
 
-/// What the schedule needs to know of a file, apart from the checkpoint.
+/// Traits of a file for the schedule, beside the checkpoint's.
 #[derive(Debug, Clone, Default)]
 pub struct FileTraits {
     /// Number of the storage device; extents of different devices interleave.

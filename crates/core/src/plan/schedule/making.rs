@@ -26,10 +26,10 @@ const SHORT_ROW: u64 = 256 * KIB;
 /// bring bytes long before their turn. In a stream a quarter of the window is enough for that.
 const JUMP: u64 = 16;
 
-/// One of several ranks: the shares of all, and its number.
+/// One of several ranks that load a checkpoint together.
 #[derive(Clone, Copy)]
 pub struct OneOfRanks<'a> {
-    /// The reader of each parcel.
+    /// The reads of all ranks.
     pub shares: &'a Shares,
     /// The rank whose schedule it is.
     pub rank: u32,
@@ -40,12 +40,12 @@ fn has_short_rows(runs: &Runs) -> bool {
     !runs.axes.is_empty() && runs.len < SHORT_ROW
 }
 
-/// The parts that a rank reads for itself alone, by the numbers of parcels.
+/// The bytes that a rank reads for itself alone, by parcel numbers.
 pub(super) enum Alone {
     All,
-    /// All bytes outside these.
+    /// Bytes in none of these.
     Outside(Range<u32>),
-    /// All bytes inside these.
+    /// Bytes in one of these.
     Inside(Range<u32>),
 }
 
@@ -63,13 +63,13 @@ pub(super) struct Making<'a> {
     /// The span being built, sorted by start, and file offsets at which it must be cut.
     pub(super) atoms: Vec<Atom>,
     pub(super) breaks: Vec<u64>,
-    /// From here, the atoms of the span lie completely ahead. Of those before, the ones in `carry` are not done.
+    /// From here, the atoms of the span lie completely ahead. Earlier atoms that are not done are in `carry`.
     pub(super) next: usize,
     pub(super) carry: Vec<usize>,
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     pub(super) scratch: Vec<Piece>,
     pub(super) ranks: Option<&'a OneOfRanks<'a>>,
-    /// The parts that this rank reads for itself alone.
+    /// The bytes this rank reads for itself alone.
     pub(super) alone: Alone,
     /// Extents that were made.
     pub(super) made: u32,

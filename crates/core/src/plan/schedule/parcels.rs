@@ -10,7 +10,7 @@ use crate::plan::shares::Parcel;
 use std::ops::Range;
 
 impl Making<'_> {
-    /// Of the parcels with these numbers those that this rank reads (`own`), or those that come from others.
+    /// Adds the parcels of these numbers that this rank reads (`own`), or those that other ranks send it.
     pub(super) fn parcels(
         &mut self,
         checkpoint: &Checkpoint,

@@ -73,7 +73,7 @@ pub(super) struct Sums {
     pub(super) run: Option<u64>,
 }
 
-/// Why an extent cannot take a piece.
+/// An extent's reason to refuse a piece.
 pub(super) enum Stop {
     /// It must end here at the latest.
     At(u64),

@@ -31,7 +31,7 @@ pub(super) enum BlockStage {
     Failed(Error),
 }
 
-/// What is known of one file.
+/// The state of one file.
 #[derive(Default)]
 pub(super) struct FileState {
     pub(super) order: Sequence,

@@ -31,7 +31,7 @@ pub(super) struct CallerRead<'s> {
     /// The blocks that it copies from, ascending, with the bytes that it takes of each, and the memory of those that are
     /// there.
     blocks: Vec<(u64, u64, Option<Arc<Buffer>>)>,
-    /// What is read to where it belongs, ascending.
+    /// Ranges that are read into their places, ascending.
     direct: Vec<FileRange>,
     ticket: Option<Arc<Receipt>>,
     look: Option<Arc<Receipt>>,

@@ -1,4 +1,4 @@
-//! What callers and the threads that read share: what is to be read, what is there, and when a file was looked at.
+//! State of callers and reading threads: jobs to do, blocks that are there, and when a file was looked at.
 
 use super::blocks::{BlockId, Blocks};
 use crate::error::{Error, Result};
@@ -47,7 +47,7 @@ impl Crew {
 
 pub(super) struct Queues {
     pub(super) window: Blocks,
-    /// What callers wait for, and what is read ahead.
+    /// Jobs that callers wait for, and jobs that read ahead.
     pub(super) wanted: VecDeque<Job>,
     pub(super) ahead: VecDeque<Job>,
     pub(super) threads: usize,
@@ -74,7 +74,7 @@ impl Queues {
 pub(super) struct LastLook {
     pub(super) at: Instant,
     pub(super) bytes: u64,
-    /// The file had changed. What was read meanwhile is not handed out before another look.
+    /// The file had changed. Bytes read meanwhile are not handed out before another look.
     pub(super) changed: bool,
 }
 
@@ -109,7 +109,7 @@ struct JobCounts {
     failed: Option<Error>,
 }
 
-/// What a caller sees of its request: it moves as long as these change.
+/// The progress of a request, for its caller: it moves as long as these change.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Headway {
     /// Jobs that a thread has begun with.

@@ -20,13 +20,13 @@ pub(super) enum Toward {
 /// The order of requests for one file.
 #[derive(Debug, Default)]
 pub(super) struct Sequence {
-    /// What was asked for since requests follow each other; `None`: nothing yet.
+    /// The range of requests that follow each other; `None`: none yet.
     stretch: Option<Range<u64>>,
     /// Requests that made it longer upwards minus those that made it longer downwards, `SURE` at most either way.
     trend: i32,
     /// A part of the stretches before it, in bytes.
     before: u64,
-    /// What was read ahead last goes up to here.
+    /// The end of the last read-ahead.
     edge: Option<(Toward, u64)>,
 }
 
@@ -62,7 +62,7 @@ impl Sequence {
         Some((direction, range))
     }
 
-    /// What was asked for since requests follow each other, with this one.
+    /// The range of requests that follow each other, with this one.
     fn follow(&mut self, wanted: Range<u64>, data: u64) -> Range<u64> {
         let Some(stretch) = self.stretch.clone() else {
             // Most callers begin at the beginning.

@@ -1,4 +1,4 @@
-//! What of the environment is meant for the tools of one provider.
+//! Environment variables for the tools of one provider.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -42,8 +42,8 @@ impl Environment {
     }
 }
 
-/// What a value means. A newline at its end comes from `echo` into a secret of Kubernetes, quotes around it from a file of
-/// variables (`docker run --env-file`), which no shell has read.
+/// A value without space and quotes around it. A newline at its end comes from `echo` into a secret of Kubernetes,
+/// quotes from a file of variables (`docker run --env-file`), which no shell has read.
 pub(in crate::store::remote) fn meant(value: &str) -> &str {
     let value = value.trim();
     let inside = |quote: char| value.strip_prefix(quote).and_then(|rest| rest.strip_suffix(quote));

@@ -9,17 +9,17 @@ use std::time::SystemTime;
 /// Something that gives credentials. It is asked on threads that may block, by one at a time, and no lock is held that a load
 /// needs.
 pub trait GivesCredentials: Send + Sync {
-    /// Those that are valid now.
+    /// Credentials that are valid now.
     ///
     /// # Errors
-    /// Why there are none. The text is shown, so it has no secret.
+    /// The reason that there are none. The text is shown, so it has no secret.
     fn give(&self) -> Result<GivenCredentials>;
 
     /// The number of this giver. Stores whose settings have givers with the same number share what these gave.
     fn number(&self) -> usize;
 }
 
-/// What was given. S3 needs a key and its secret, other servers a token.
+/// Given credentials. S3 needs a key and its secret, other servers a token.
 #[derive(Debug, Clone, Default)]
 pub struct GivenCredentials {
     /// The key that requests are signed with.

@@ -43,11 +43,11 @@ pub(super) struct RedirectPlace {
     pub(super) region: Option<String>,
 }
 
-/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them. Those of folders
-/// end with a slash.
+/// The names directly under a prefix, with the bytes of their objects, or why the server does not say them. Names of
+/// folders end with a slash.
 type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
-/// What is under an address: itself if it is a file, or what `listed` finds of a bucket behind a prefix.
+/// The objects under an address: itself if it is a file, or those that `listed` finds in a bucket behind a prefix.
 pub(super) fn list(
     at: &Location,
     listed: impl FnOnce(&str, &str) -> ListedNames,
@@ -147,8 +147,8 @@ fn names(
     }
 }
 
-/// The body of an answer, or why the server refuses it. What may go better later is asked for again, and redirects are
-/// followed.
+/// The body of an answer, or why the server refuses it. Requests that may go better later are sent again, and redirects
+/// are followed.
 fn asked(
     control: &Control,
     request: impl Fn(Option<&RedirectPlace>) -> Result<Get>,
@@ -254,7 +254,7 @@ mod tests {
     use std::net::TcpListener;
     use std::sync::atomic::AtomicUsize;
 
-    /// What is found on a server whose page `n`, of those that were asked for, has a key and a token; and the count of them.
+    /// The names found on a server whose page `n` has the key and the token `page(n)`, and the number of requests.
     fn found(page: impl Fn(usize) -> (String, String) + Send + 'static) -> (ListedNames, usize) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let at = format!("http://{}/b", listener.local_addr().unwrap());

@@ -11,8 +11,8 @@
 //! that other kinds of object stores need only requests of their own ([`provider`]). Bodies are received straight into the memory of their
 //! read. Every answer is compared with what was asked for and with the version that was opened (`http::answer`).
 //!
-//! HTTP/1.1, one connection per request in flight, TLS by rustls. No HTTP/2. What an object store needs besides, its
-//! credentials and listings, is asked for by `object_store` (`http::control`), on threads that may block.
+//! HTTP/1.1, one connection per request in flight, TLS by rustls. No HTTP/2. `object_store` asks for credentials and
+//! listings (`http::control`), on threads that may block.
 
 mod auth;
 mod aws;

@@ -9,7 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 pub(super) struct Page {
     /// The keys on it, and the bytes of their objects where the page says them.
     pub(super) keys: Vec<(String, Option<u64>)>,
-    /// What it says of keys that have a further slash: their beginnings up to that.
+    /// The beginnings of keys that have a further slash, up to that slash.
     pub(super) folders: Vec<String>,
     pub(super) next: NextPage,
 }
@@ -30,7 +30,7 @@ impl Page {
     /// The page in this answer.
     ///
     /// # Errors
-    /// `Io` for something else, with its text. What an object store calls an error has the kind that its code says.
+    /// `Io` for something else, with its text. An error of an object store has the kind that its code says.
     pub(super) fn of(body: &[u8]) -> Result<Page> {
         let text = String::from_utf8_lossy(body);
         let mut read = PageReading::default();
@@ -46,7 +46,7 @@ impl Page {
     }
 }
 
-/// What a page has said so far.
+/// The page as far as it is read.
 #[derive(Debug, Default)]
 struct PageReading {
     keys: Vec<(String, Option<u64>)>,
@@ -122,7 +122,7 @@ impl PageReading {
     }
 }
 
-/// What a caller can do without a listing.
+/// Advice to a caller without a listing.
 pub(super) const WITHOUT: &str =
     "give the address of the index (*.safetensors.index.json), or a list of all files, which need no listing";
 

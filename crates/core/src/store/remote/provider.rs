@@ -1,4 +1,4 @@
-//! The servers of objects over HTTP: web servers, and the providers of object stores. Each stands in [`ALL`] once.
+//! Providers of objects over HTTP: web servers and object stores. Each stands in [`ALL`] once.
 
 use super::auth::given_tokens;
 use super::environment::Environment;
@@ -14,7 +14,7 @@ pub(in crate::store) struct Provider {
     pub(in crate::store) schemes: &'static [&'static str],
     /// The variables of the environment that its requests depend on.
     variables: &'static [&'static str],
-    /// Its requests, with these settings. What the settings leave out is looked for in the environment.
+    /// Its requests, with these settings. The environment gives those that are missing.
     pub(super) requests: fn(StorageSettings, Environment) -> MadeRequests,
 }
 

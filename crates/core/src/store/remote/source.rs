@@ -48,7 +48,7 @@ pub(super) struct WebSource {
     to_owner: Arc<Wake>,
     /// Reads whose arrival was reported, and which have no place yet.
     arrived: HashSet<Ticket>,
-    /// Those of them that were given up.
+    /// Arrived reads that were given up.
     given_up: HashSet<Ticket>,
 }
 

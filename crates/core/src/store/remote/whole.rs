@@ -31,7 +31,8 @@ fn file_size(bytes: &[u8]) -> Option<u64> {
     (8 + length).checked_add(end)
 }
 
-/// The error of a body that may not be whole. Of 0 bytes it may be none: a server refuses the first byte, and gives no size.
+/// The error of a body that may not be whole. A body of 0 bytes may be none: a server refuses the first byte, and gives
+/// no size.
 pub(super) fn unknown_end(bytes: usize) -> Error {
     if bytes == 0 {
         let text = "the server gave neither bytes nor a size, so the object may be empty or not: use a server \

@@ -192,7 +192,7 @@ impl World<'_> {
         others.into_iter().for_each(|to| self.pump(rank, to));
     }
 
-    /// What was to be sent has failed.
+    /// Fails all sends of a rank.
     pub(super) fn send_nothing(&mut self, rank: u32, error: &Error) {
         let r = &mut self.ranks[rank as usize];
         r.out.iter_mut().for_each(VecDeque::clear);

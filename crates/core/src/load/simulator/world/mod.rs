@@ -39,25 +39,25 @@ const FEW: usize = 64;
 /// Rates in bytes per second.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Machines {
-    /// Of the storage, for all nodes together.
+    /// The storage, for all nodes together.
     pub(super) storage: f64,
-    /// Of one node's way to the storage.
+    /// One node's way to the storage.
     pub(super) node: f64,
-    /// Of a node's network card, in each direction.
+    /// A node's network card, in each direction.
     pub(super) network: f64,
-    /// Of the connections within a node, in sum.
+    /// All connections within a node together.
     pub(super) local: f64,
-    /// Of the device of a rank.
+    /// The device of a rank.
     pub(super) device: f64,
-    /// From one node to another.
+    /// The delay from one node to another.
     pub(super) latency: Time,
-    /// To the first byte of a read.
+    /// The delay of the first byte of a read.
     pub(super) first_byte: Time,
-    /// One word in a hundred is lost on its way, and comes so much later. In half of such worlds all words of one rank do.
+    /// The delay of a lost word. One word in a hundred is lost; in half of such worlds, all words of one rank.
     pub(super) lost: Time,
 }
 
-/// What happens to a load.
+/// A disturbance of a load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Incident {
     /// A process ends.
@@ -80,7 +80,7 @@ pub(super) enum Incident {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Life {
     Runs,
-    /// What comes waits.
+    /// Steps for it wait.
     Stopped,
     /// It has ended, and its connections were closed.
     Dead,
@@ -98,7 +98,7 @@ enum Phase {
     Over,
 }
 
-/// What one rank says to another.
+/// A word of one rank to another.
 #[derive(Debug, Clone)]
 enum Said {
     Alive,
@@ -194,7 +194,7 @@ struct Rank {
     life: Life,
     phase: Phase,
     node: u32,
-    /// What came while it was stopped.
+    /// Steps that wait until it goes on.
     deferred: Vec<Step>,
     /// By rank: (extent, parcel, bytes) to be sent, bytes in kernels, and (parcel, bytes) that have come.
     out: Vec<VecDeque<(u32, u32, u64)>>,
@@ -255,7 +255,7 @@ pub(super) struct Ended {
     pub(super) arrived: u64,
 }
 
-/// What a world has besides its case.
+/// Machines, limits and mistakes of a world.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setting {
     pub(super) machines: Machines,

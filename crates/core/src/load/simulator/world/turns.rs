@@ -57,7 +57,7 @@ impl World<'_> {
         }
     }
 
-    /// What follows of the engine's end, and of what the others say.
+    /// Takes a rank through the phases after its engine's end.
     pub(super) fn goes_on(&mut self, rank: u32) {
         let (now, instant) = (self.now, self.instant());
         let r = &mut self.ranks[rank as usize];

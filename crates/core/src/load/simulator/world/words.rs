@@ -1,4 +1,4 @@
-//! What ranks say to each other, and how that travels.
+//! Words between ranks, and their delays.
 
 use super::*;
 

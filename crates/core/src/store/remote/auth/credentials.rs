@@ -23,22 +23,22 @@ const LOST: Duration = Duration::from_secs(120);
 
 /// Looks for credentials where the tools of one provider do.
 pub(in crate::store::remote) trait Finder: Send + Sync + fmt::Debug + 'static {
-    /// What requests are signed with, or carry, and where they go.
+    /// The credential of requests, and their endpoint.
     type Key: PartialEq + Send + Sync;
     /// Something that gives credentials, and knows how long they are valid.
     type Provider: Send;
 
-    /// What there is now. `provider` is kept between calls. Blocks.
+    /// The key to use now. `provider` is kept between calls. Blocks.
     fn find(&self, common: &Arc<Common>, provider: &mut Option<Self::Provider>) -> Result<FoundKey<Self::Key>>;
 
-    /// How long what was found just now may be used, if it fades.
+    /// How long a key that was found just now may be used, if it fades.
     fn left(&self, provider: &Option<Self::Provider>) -> Duration {
         let _ = provider;
         USABLE
     }
 }
 
-/// What was found.
+/// A key that was found.
 pub(in crate::store::remote) struct FoundKey<K> {
     pub(in crate::store::remote) key: K,
     /// Where it comes from, in words.
@@ -49,7 +49,7 @@ pub(in crate::store::remote) struct FoundKey<K> {
     pub(in crate::store::remote) renewable: bool,
 }
 
-/// What was found, and since when it is used.
+/// A key in use, and since when.
 pub(in crate::store::remote) struct Session<K> {
     pub(in crate::store::remote) found: FoundKey<K>,
     since: Instant,

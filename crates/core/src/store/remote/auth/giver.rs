@@ -1,4 +1,4 @@
-//! Who asks the program for credentials: when they are needed, and again when they are not valid any more.
+//! Asks the program for credentials: when they are needed, and again when they have expired.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::given::{CredentialSource, GivenCredentials};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// Credentials are replaced so long before they expire, or in the middle of their time if that is short.
 pub(in crate::store::remote) const MARGIN: Duration = Duration::from_secs(300);
-/// What a callable is called in messages.
+/// The name of a callable in messages.
 pub(in crate::store::remote) const CALLABLE: &str = "the callable in storage credentials";
 
 /// A giver and what it gave last.
@@ -28,7 +28,7 @@ impl Giver {
         Giver { source, origin: origin.into(), last: None }
     }
 
-    /// Those that it gave last, or others if it is time for them.
+    /// The last credentials, or new ones if it is time for them.
     pub(in crate::store::remote) fn credentials(&mut self) -> Result<GivenCredentials> {
         if let Some(Given { credentials, times: Some((replaced, _)) }) = &self.last {
             if Instant::now() < *replaced {

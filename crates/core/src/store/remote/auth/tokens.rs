@@ -29,13 +29,13 @@ pub(in crate::store::remote) const USUAL: u64 = 3600;
 /// For no more seconds any is taken to be.
 const LONGEST: u64 = 24 * 3600;
 
-/// What gives tokens. Blocks.
+/// A source of tokens. Blocks.
 pub(in crate::store::remote) trait TokenSource: Send {
     /// A token, and for how many seconds it is valid. `again`: there was one before.
     fn fetch(&self, common: &Arc<Common>, again: bool) -> Result<(String, u64), NoToken>;
 }
 
-/// Why there is no token.
+/// A failure to get a token.
 pub(in crate::store::remote) enum NoToken {
     /// Nobody answers.
     Silence(Error),
@@ -83,7 +83,7 @@ impl<S: TokenSource> TokenProvider<S> {
     }
 }
 
-/// What gives tokens: a server for other credentials, or the program.
+/// A giver of tokens: a server for other credentials, or the program.
 pub(in crate::store::remote) enum TokenGiver<S> {
     Server(TokenProvider<S>),
     Program(Giver),
@@ -111,7 +111,7 @@ impl<S> fmt::Debug for TokenProvider<S> {
     }
 }
 
-/// What servers answer that give tokens (RFC 6749, section 5; metadata servers write numbers as strings).
+/// The answer of a token server (RFC 6749, section 5; metadata servers write numbers as strings).
 #[derive(Deserialize, Default)]
 struct TokenAnswer {
     access_token: Option<String>,

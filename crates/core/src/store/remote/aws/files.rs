@@ -16,18 +16,18 @@ pub(super) struct AwsFiles {
     pub(super) paths: Vec<String>,
 }
 
-/// What both files say of one profile.
+/// The values of one profile.
 pub(super) struct ProfileValues {
-    /// Of the credentials file alone.
+    /// Values of the credentials file.
     pub(super) credentials: Values,
-    /// Of the configuration file alone.
+    /// Values of the configuration file.
     pub(super) config: Values,
     /// Whether one of them has the profile.
     pub(super) is_there: bool,
 }
 
 impl AwsFiles {
-    /// What cannot be read is not there, as for the tools of AWS.
+    /// A file that cannot be read counts as missing, as for the tools of AWS.
     pub(super) fn read(environment: &Environment) -> AwsFiles {
         let file = |variable: &str, usual: &str| {
             let home = environment.get("HOME");

@@ -50,7 +50,7 @@ pub(in crate::store::remote) const VARIABLES: [&str; 30] = [
     "AWS_IMDS_USE_IPV6",
 ];
 
-/// What requests are signed with, and where they go.
+/// The credential of requests, and their endpoint.
 #[derive(PartialEq)]
 pub(super) struct AwsKey {
     /// `None`: they are not signed.
@@ -148,7 +148,7 @@ impl Aws {
         )
     }
 
-    /// What needs no question.
+    /// Credentials that need no request.
     fn given(&self) -> Result<Option<FoundCredential>> {
         let S3Settings { access_key_id, secret_access_key, session_token, profile, .. } = &self.settings;
         let of = |name| self.environment.get(name).map(str::to_owned);
@@ -181,7 +181,7 @@ impl Aws {
         Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: false }))
     }
 
-    /// What profile and environment say, in the order of the tools of AWS.
+    /// Credentials from profile and environment, in the order of the tools of AWS.
     fn looked_for(&self, files: &Profiles, place: &S3Place) -> Result<Looked> {
         let (profile, name) = (files.profile()?, &files.name);
         let has = |keys: &[&'static str]| keys.iter().find(|key| profile.get(key).is_some()).copied();
@@ -265,7 +265,7 @@ impl Aws {
         Ok(Looked::Provider(Provider::Service(Service::new(AwsService::Machine(at), INSTANCE))))
     }
 
-    /// What gives the credentials of a profile that takes them from `key`.
+    /// The giver for a profile that takes its credentials from `key`.
     fn giver(&self, profile: &str, key: &str) -> Result<Giver> {
         let Some(profiles) = self.settings.profiles else {
             let text =
@@ -286,7 +286,7 @@ pub(in crate::store::remote) fn authorities(settings: &S3Settings, environment: 
 
 const INSTANCE: &str = "the role of this machine";
 
-/// What profile and environment say.
+/// Credentials from profile and environment.
 enum Looked {
     Key(FoundCredential),
     Provider(Provider),

@@ -24,11 +24,11 @@ pub(super) struct S3Place {
     /// A server that somebody names, instead of AWS.
     pub(super) endpoint: Option<Address>,
     pub(super) variant: Variant,
-    /// What the settings or the profile say of it.
+    /// The addressing from settings or profile.
     pub(super) addressing: Option<Addressing>,
 }
 
-/// Which of AWS's endpoints is meant.
+/// The variant of AWS's endpoint.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Variant {
     pub(super) fips: bool,
@@ -39,7 +39,7 @@ pub(super) struct Variant {
 struct Quoted<'a>(&'a str, String);
 
 impl S3Place {
-    /// What settings, environment and profile say, in this order.
+    /// The place from settings, environment and profile, in this order.
     pub(super) fn of(settings: &S3Settings, environment: &Environment, files: &Profiles) -> Result<S3Place> {
         if settings.region.is_none() || settings.endpoint.is_none() {
             files.profile()?;
@@ -125,7 +125,7 @@ pub(super) struct Profiles {
     files: AwsFiles,
     pub(super) name: String,
     pub(super) found: ProfileValues,
-    /// What names the profile, if something does.
+    /// The source of the profile's name, if any.
     origin: Option<&'static str>,
 }
 

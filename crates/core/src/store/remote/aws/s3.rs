@@ -39,7 +39,7 @@ pub(in crate::store::remote) struct S3 {
     credentials: Arc<Credentials<Aws>>,
     /// The regions of buckets that are elsewhere than the settings say.
     regions: Mutex<HashMap<String, String>>,
-    /// What was signed lately: a busy load makes the same request, except for its range, thousands of times.
+    /// Requests signed lately: a busy load makes the same one, except for its range, thousands of times.
     signed: Mutex<HashMap<SignedPlace, (Instant, Get)>>,
 }
 
@@ -130,7 +130,7 @@ impl S3 {
         Ok(is_of_amazon(&server.host) || hosts.into_iter().flatten().any(has))
     }
 
-    /// What `made` gives, or what it gave lately for the same.
+    /// The result of `made`, or a recent one for the same place.
     fn once(&self, of: SignedPlace, generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
         let mut signed = lock(&self.signed);
         if let Some((when, get)) = signed.get(&of) {

@@ -24,12 +24,12 @@ const TRIES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(200);
 /// Credentials that do not say how long they are valid are asked for again after so long.
 const UNSAID: Duration = Duration::from_secs(900);
-/// What gives containers of Amazon's their credentials.
+/// The credential server of Amazon's containers.
 const CONTAINERS: &str = "http://169.254.170.2";
 /// The hosts that get a container's token without TLS, besides this machine.
 const NEAR: [&str; 3] = ["169.254.170.2", "169.254.170.23", "fd00:ec2::23"];
 
-/// What gives them.
+/// A service that gives credentials.
 pub(in crate::store::remote) enum AwsService {
     /// A role that a web identity takes: the file with its token, the role, the name of the session, and where STS is.
     WebIdentity { file: String, role: String, session: String, sts: StsPlace },
@@ -50,7 +50,7 @@ pub(in crate::store::remote) enum ContainerToken {
 /// A service, and what it gave last.
 pub(in crate::store::remote) struct Service {
     source: AwsService,
-    /// What it is, in words.
+    /// Its name, in words.
     pub(super) origin: String,
     last: Option<(Arc<AwsCredential>, Instant)>,
 }
@@ -95,7 +95,7 @@ struct Issued {
     expires: Option<DateTime<Utc>>,
 }
 
-/// What the services of containers and machines answer.
+/// The answer of a container's or a machine's service.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Answered {

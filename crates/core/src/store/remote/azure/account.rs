@@ -1,4 +1,4 @@
-//! Which storage account of Azure is meant, and what its owner gave to open it.
+//! The storage account of Azure, and the credentials that its owner gave.
 
 use super::settings::AzureSettings;
 use crate::error::{Error, ErrorKind, Result};
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 const STRING: &str = "AZURE_STORAGE_CONNECTION_STRING";
 const SUFFIX: &str = "core.windows.net";
-/// What `UseDevelopmentStorage=true` stands for: the account of Azurite that its documentation names.
+/// The meaning of `UseDevelopmentStorage=true`: the account in Azurite's documentation.
 const EMULATOR: &str =
     "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1\
                         OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;\

@@ -34,10 +34,10 @@ pub(in crate::store::remote) const VARIABLES: [&str; 16] = [
     "IDENTITY_ENDPOINT",
     "IDENTITY_HEADER",
 ];
-/// What tokens are for, in every cloud of Azure.
+/// The resource of tokens, in every cloud of Azure.
 const RESOURCE: &str = "https://storage.azure.com";
 
-/// What requests carry, and where they go.
+/// The credential of requests, and their endpoint.
 #[derive(PartialEq)]
 pub(in crate::store::remote) struct AzureKey {
     pub(in crate::store::remote) credential: Credential,
@@ -45,7 +45,7 @@ pub(in crate::store::remote) struct AzureKey {
     pub(in crate::store::remote) endpoint: Address,
 }
 
-/// What requests carry.
+/// The credential of requests.
 #[derive(PartialEq)]
 pub(in crate::store::remote) enum Credential {
     None,
@@ -63,7 +63,7 @@ pub(in crate::store::remote) struct Azure {
     pub(in crate::store::remote) environment: Environment,
 }
 
-/// What gives tokens. A client is a tenant and the identity of a program in it.
+/// A source of tokens. A client is a tenant and the identity of a program in it.
 pub(in crate::store::remote) enum AzureIdentity {
     /// The address, the program, its secret.
     Secret(String, String, String),
@@ -148,7 +148,7 @@ const NOTHING: &str =
 const PUBLIC: &str = "For a public container give storage={\"anonymous\": True}";
 
 impl Azure {
-    /// What Azure's DefaultAzureCredential would take, without what people log in with.
+    /// The identity that Azure's DefaultAzureCredential would take, without logins of people.
     fn identity(&self, common: &Common) -> Result<TokenProvider<AzureIdentity>> {
         let of = |name: &str| self.environment.get(name).map(str::to_owned);
         let program = of("AZURE_CLIENT_ID");

@@ -12,7 +12,7 @@ use super::http::request::Requests;
 use super::http::settings::WebSettings;
 use std::sync::Arc;
 
-/// How it is asked, with these settings. What they leave out is looked for in the environment.
+/// How it is asked, with these settings. The environment gives those that are missing.
 pub(super) fn requests(
     web: WebSettings,
     azure: AzureSettings,

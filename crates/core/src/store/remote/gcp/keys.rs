@@ -29,7 +29,7 @@ pub(in crate::store::remote) const VARIABLES: [&str; 7] = [
     "NO_GCE_CHECK",
 ];
 
-/// What requests carry, and where they go.
+/// The credential of requests.
 #[derive(PartialEq)]
 pub(in crate::store::remote) struct GoogleKey {
     /// `None`: nothing.
@@ -43,7 +43,7 @@ pub(in crate::store::remote) struct Google {
     pub(in crate::store::remote) environment: Environment,
 }
 
-/// What gives Google's tokens.
+/// A source of Google's tokens.
 pub(in crate::store::remote) enum GoogleSource {
     /// The text of its file.
     ServiceAccount(String),
@@ -59,7 +59,7 @@ struct FileType {
     name: String,
 }
 
-/// What `gcloud auth application-default login` leaves.
+/// The file of `gcloud auth application-default login`.
 #[derive(Deserialize)]
 pub(in crate::store::remote) struct User {
     client_id: String,

@@ -168,7 +168,7 @@ pub(in crate::store::remote) enum MovedTo {
     Host(String),
 }
 
-/// What may not stand in a request as it is (controls, spaces, quotes, other letters than ASCII's), as `%XX`.
+/// A target with `%XX` for forbidden characters (controls, spaces, quotes, other letters than ASCII's).
 fn escaped(target: &str) -> String {
     let mut text = String::with_capacity(target.len());
     for b in target.bytes() {

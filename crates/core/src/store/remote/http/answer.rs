@@ -19,7 +19,7 @@ const LONGEST_ERROR: usize = 8 << 10;
 /// The longest pause that a server can ask for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
 
-/// What the head of an answer says.
+/// The head of an answer.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(in crate::store::remote) struct Answer {
     pub(in crate::store::remote) status: u16,
@@ -36,18 +36,18 @@ pub(in crate::store::remote) struct Answer {
     /// The transfer coding that it names.
     coding: Option<TransferCoding>,
     request_id: Option<String>,
-    /// What the Hugging Face Hub says instead of a reason, such as `GatedRepo`.
+    /// The Hugging Face Hub's word in place of a reason, such as `GatedRepo`.
     error_code: Option<String>,
     pause: Option<Duration>,
     /// The region of the bucket, if the server says it.
     region: Option<String>,
-    /// What the body of an error says.
+    /// The body of an error.
     said: Option<ServerError>,
     /// Whether the connection can be used again.
     pub(in crate::store::remote) keeps: bool,
 }
 
-/// What the bytes of a body went through.
+/// The coding of a body.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum TransferCoding {
     /// They come in chunks.
@@ -56,8 +56,8 @@ enum TransferCoding {
     Other(String),
 }
 
-/// Content encodings that change the bytes of a body. What else a server names there was said by whoever stored the object
-/// (`aws-chunked`, `binary`, `utf-8`), and says nothing of its bytes.
+/// Content encodings that change the bytes of a body. Other names come from the object's owner (`aws-chunked`,
+/// `binary`, `utf-8`), and say nothing of its bytes.
 const COMPRESSED: [&str; 12] = [
     "gzip",
     "x-gzip",
@@ -73,16 +73,16 @@ const COMPRESSED: [&str; 12] = [
     "aes128gcm",
 ];
 
-/// What a request expects of the object.
+/// The object that a request expects.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::store::remote) struct Expected {
     /// Size and version, if the object has been seen before.
     pub(in crate::store::remote) object: Option<(u64, Version)>,
-    /// The bytes that are asked for. Of an object that has not been seen they may pass its end.
+    /// The bytes that are asked for. They may pass the end of an object that has not been seen.
     pub(in crate::store::remote) range: Range<u64>,
 }
 
-/// What follows from an answer.
+/// The verdict on an answer.
 #[derive(Debug)]
 pub(in crate::store::remote) enum Verdict {
     /// The bytes from this one on follow, so many of them, of an object of this size and version. They may begin before those
@@ -107,7 +107,7 @@ pub(in crate::store::remote) enum Verdict {
     Failed(Error),
 }
 
-/// Why a server does not give an object.
+/// A server's refusal of an object.
 #[derive(Debug)]
 pub(in crate::store::remote) struct Refused {
     pub(in crate::store::remote) error: Error,
@@ -117,7 +117,7 @@ pub(in crate::store::remote) struct Refused {
     pub(in crate::store::remote) region: Option<String>,
     /// The server's code for the reason; empty if it says none.
     pub(in crate::store::remote) code: String,
-    /// What the server says of it besides.
+    /// The server's further message.
     pub(in crate::store::remote) message: String,
 }
 
@@ -233,7 +233,7 @@ impl Answer {
         Ok(())
     }
 
-    /// What tells the object apart: a strong ETag, or what there is: a weak one, a date, nothing but its size.
+    /// The object's version: a strong ETag; without one a weak one, a date, or nothing but its size.
     fn version(&self) -> Version {
         match (&self.etag, &self.modified) {
             (Some(etag), _) if etag.starts_with('"') => Version::Strong(etag.clone()),
@@ -271,7 +271,7 @@ impl Answer {
         Verdict::Refused(Refused { error, access, region, code, message })
     }
 
-    /// What follows from it. Errors have its status and the name of the request.
+    /// The verdict on it. Errors have its status and the name of the request.
     pub(in crate::store::remote) fn judge(&self, expected: &Expected) -> Verdict {
         let named = |e: Error| e.answered(self.status, self.request_id.clone());
         match self.verdict(expected) {
@@ -368,8 +368,8 @@ impl Answer {
         Some(MovedTo::Host(host))
     }
 
-    /// What is wrong with a body that went through something on its way. Where its length is known, it is that of the range or
-    /// of the object, and so the encoding was there before the object was stored.
+    /// The error of a body that was encoded on its way. If its length is known, it is that of the range or of the
+    /// object: then the object was encoded before it was stored.
     fn refused_coding(&self) -> Option<String> {
         let named = match (&self.coding, &self.encoding) {
             (Some(TransferCoding::Other(coding)), _) => coding,

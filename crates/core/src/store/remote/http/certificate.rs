@@ -1,4 +1,4 @@
-//! What an X.509 certificate says (RFC 5280), as far as rules and messages need it. Signatures are checked elsewhere.
+//! Fields of an X.509 certificate (RFC 5280), as far as rules and messages need them. Signatures are checked elsewhere.
 
 use chrono::{DateTime, NaiveDate, Utc};
 use std::net::{Ipv4Addr, Ipv6Addr};

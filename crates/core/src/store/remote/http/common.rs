@@ -1,4 +1,4 @@
-//! What all connections to web servers share, and which proxy a server is reached through.
+//! State of all connections to web servers, and the proxy of each server.
 
 use super::address::Server;
 use super::names::Names;
@@ -17,7 +17,7 @@ pub(in crate::store::remote) const MOST_REDIRECTS: u32 = 5;
 /// How often connections are looked at.
 pub(in crate::store::remote) const LOOK: Duration = Duration::from_millis(40);
 
-/// What all connections to web servers share.
+/// State of all connections to web servers.
 #[derive(Debug, Default, Clone)]
 pub(in crate::store::remote) struct Common {
     pub(in crate::store::remote) settings: WebSettings,

@@ -21,13 +21,13 @@ pub(in crate::store::remote) struct Connection {
     socket: Socket,
     is_connected: bool,
     via: Option<Via>,
-    /// What the proxy is asked before the server.
+    /// The tunnel that the proxy opens first.
     tunnel: Option<Tunnel>,
     tls: Option<Box<Encrypted>>,
-    /// What is to be sent, and how much of it has been.
+    /// Bytes to send, and how many of them were sent.
     out: Vec<u8>,
     sent: usize,
-    /// Which of the server's addresses it is for.
+    /// The server's address that it tries.
     attempt: Option<Attempt>,
 }
 
@@ -43,8 +43,8 @@ struct Encrypted {
 }
 
 impl Connection {
-    /// Begins to connect over `interface`, or as the system routes it, to the server or to the proxy for it. What is sent waits
-    /// until the connection is there.
+    /// Begins to connect over `interface`, or as the system routes it, to the server or to the proxy for it. Bytes to
+    /// send wait until the connection is there.
     pub(in crate::store::remote) fn connect(
         to: &SocketAddr,
         interface: Option<&str>,

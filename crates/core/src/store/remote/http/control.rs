@@ -207,7 +207,7 @@ impl Control {
     }
 }
 
-/// What is left until then.
+/// The time left until then.
 fn left(until: Instant) -> io::Result<Duration> {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() {

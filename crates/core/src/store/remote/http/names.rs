@@ -17,11 +17,11 @@ const FRESH: Duration = Duration::from_secs(30);
 
 type Resolved = Result<Arc<Vec<SocketAddr>>>;
 
-/// What is known of servers' addresses, and who waits for more.
+/// Known addresses of servers, and the callers that wait for more.
 #[derive(Debug, Default)]
 pub(in crate::store::remote) struct Names {
     lookups: Mutex<Lookups>,
-    /// Which addresses answer.
+    /// The health of addresses.
     pub(in crate::store::remote) health: Arc<Health>,
 }
 

@@ -11,14 +11,14 @@ use crate::store::remote::secret::Secret;
 use base64::prelude::{Engine, BASE64_STANDARD};
 use std::net::IpAddr;
 
-/// What says which proxy is used. Of `http_proxy` only the small letters count: a web server's program gets a field of the
-/// request as `HTTP_PROXY`.
+/// The variables that name proxies. `http_proxy` counts in small letters only: a web server's program gets a field of
+/// the request as `HTTP_PROXY`.
 pub(in crate::store::remote) const VARIABLES: [&str; 7] =
     ["http_proxy", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"];
 const HTTP: [&str; 3] = ["http_proxy", "all_proxy", "ALL_PROXY"];
 const HTTPS: [&str; 4] = ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"];
 
-/// Which servers are reached through which proxy.
+/// The proxies of servers.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Proxies {
     http: Option<Named>,
@@ -32,7 +32,7 @@ pub struct Proxies {
 #[derive(Debug, Clone, PartialEq)]
 enum Named {
     Proxy(Proxy),
-    /// What is wrong with it.
+    /// The error in it.
     Wrong(String),
 }
 
@@ -40,7 +40,7 @@ enum Named {
 #[derive(Debug, Clone, PartialEq)]
 pub(in crate::store::remote) struct Proxy {
     pub(in crate::store::remote) server: Server,
-    /// What it wants to know of us: the value of `Proxy-Authorization`.
+    /// Our credentials: the value of `Proxy-Authorization`.
     pub(in crate::store::remote) authorization: Option<Secret>,
 }
 
@@ -68,7 +68,7 @@ impl Proxies {
         Ok(Proxies { http: named.clone(), https: named, direct: Vec::new(), is_given: true })
     }
 
-    /// What the environment says.
+    /// The proxies that the environment names.
     pub(in crate::store) fn of_environment(environment: &Environment) -> Proxies {
         let named = |names: &[&str]| {
             let name = names.iter().find(|name| environment.get(name).is_some())?;
@@ -213,7 +213,7 @@ impl Via {
         value.map_or_else(String::new, |value| format!("Proxy-Authorization: {}\r\n", value.shown()))
     }
 
-    /// What opens the tunnel to a server with TLS; others have none.
+    /// The tunnel to a server with TLS; others have none.
     pub(in crate::store::remote) fn tunnel(&self) -> Option<Tunnel> {
         let Server { tls, host, port } = &self.server;
         let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };

@@ -1,5 +1,5 @@
-//! Which of a server's addresses is connected to (RFC 8305): the next one is tried when one does not answer soon, and which
-//! of them answered is remembered.
+//! The choice among a server's addresses (RFC 8305): the next one is tried when one does not answer soon, and the ones
+//! that answered are remembered.
 
 use super::socket::Socket;
 use crate::sync::{lock, Mutex};
@@ -17,7 +17,7 @@ const REMEMBERED: Duration = Duration::from_secs(300);
 /// Addresses that are remembered.
 const MOST: usize = 4096;
 
-/// What is known of addresses.
+/// Addresses that answered or failed.
 #[derive(Debug, Default)]
 pub(in crate::store::remote) struct Health(Mutex<HashMap<SocketAddr, (Instant, bool)>>);
 
@@ -32,8 +32,8 @@ impl Health {
         self.remember(to, false);
     }
 
-    /// A connection to it has failed: perhaps because it refuses, or cannot be reached. One that has answered before may only
-    /// have had enough. What fails on this machine, for want of descriptors or rights, says nothing of it.
+    /// A connection to it has failed: perhaps because it refuses, or cannot be reached. One that has answered before
+    /// may only be overloaded. A failure of this machine, such as a lack of descriptors or rights, says nothing of it.
     pub(in crate::store::remote) fn failed(&self, to: &SocketAddr, why: &io::Error) {
         const OF_ADDRESS: [i32; 5] =
             [libc::ENETUNREACH, libc::EHOSTUNREACH, libc::EADDRNOTAVAIL, libc::ECONNREFUSED, libc::ETIMEDOUT];
@@ -54,7 +54,7 @@ impl Health {
         known.insert(*to, (Instant::now(), answers));
     }
 
-    /// Those of these addresses that may answer; all of them, if none did.
+    /// The addresses of these that may answer; all of them, if none may.
     pub(super) fn hopeful<'a>(&self, of: &'a [SocketAddr]) -> Vec<&'a SocketAddr> {
         let known = lock(&self.0);
         let may =

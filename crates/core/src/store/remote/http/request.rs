@@ -1,4 +1,4 @@
-//! What is asked for: the part that differs between kinds of servers. The connections know nothing of it.
+//! Requests: the part that differs between kinds of servers. The connections know nothing of it.
 
 use super::address::{Address, Server};
 use super::answer::Refused;
@@ -24,7 +24,7 @@ pub(in crate::store::remote) struct Get {
 
 /// Makes requests for objects: what a signature, or a token, is for one kind of server. May be called from several threads.
 pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
-    /// What these servers are called in reports.
+    /// The name of these servers in reports.
     fn name(&self) -> &'static str {
         "http"
     }
@@ -65,7 +65,7 @@ pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
         e.reworded(|why| format!("{why}: is the address right, and if it is signed, is it still valid?"))
     }
 
-    /// What is under an address. May block.
+    /// The objects under an address. May block.
     ///
     /// # Errors
     /// `NotFound` where nothing is listed: web servers do not list.

@@ -2,7 +2,7 @@
 
 use super::xml::unescaped;
 
-/// What a server says of an error. A text that is no XML of an object store is a message without a code.
+/// A server's account of an error. A text that is no XML of an object store is a message without a code.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(in crate::store::remote) struct ServerError {
     pub(in crate::store::remote) code: String,
@@ -10,7 +10,7 @@ pub(in crate::store::remote) struct ServerError {
     pub(in crate::store::remote) region: Option<String>,
     /// The host that has the bucket.
     pub(in crate::store::remote) endpoint: Option<String>,
-    /// Bytes of the object, of which a range was asked for that it does not have.
+    /// Bytes of the object, if the range that was asked for lies beyond them.
     pub(in crate::store::remote) size: Option<u64>,
 }
 
@@ -63,7 +63,7 @@ impl ServerError {
     }
 }
 
-/// What a server says, for a message: its beginning, without controls.
+/// A server's text, for a message: its beginning, without controls.
 pub(in crate::store::remote) fn shortened(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(160).collect()
 }

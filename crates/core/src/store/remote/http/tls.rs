@@ -1,4 +1,4 @@
-//! What TLS trusts: the certificate authorities of this machine, or those that the settings name.
+//! Certificate authorities that TLS trusts: those of this machine, or those that the settings name.
 
 use super::settings::WebSettings;
 use super::trust::{NoTrust, Trust};

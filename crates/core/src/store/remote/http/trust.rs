@@ -1,8 +1,9 @@
-//! Which servers' certificates are trusted, and which rule one breaks.
+//! Trust in servers' certificates, and the rules that one may break.
 //!
-//! The rules are those of rustls and webpki: a trusted authority has signed it, its dates and its name hold. One more
-//! certificate is trusted: that which itself stands among the trusted ones, byte for byte, as `openssl req -x509` makes it for
-//! a server of one's own. Its dates and its name are checked as well; if it has no list of names, its common name counts.
+//! The rules are those of rustls and webpki: a trusted authority has signed the certificate, its dates and its name
+//! hold. One more is trusted: a certificate that is itself in the list of trusted ones, byte for byte, as
+//! `openssl req -x509` makes it for a server of one's own. Its dates and its name are checked as well; if it has no
+//! list of names, its common name counts.
 
 use super::certificate::Certificate;
 use chrono::{DateTime, Utc};
@@ -19,7 +20,7 @@ use std::sync::Arc;
 /// Asked for by servers whose key is on P-521. Their certificate is refused then, by a name that a reader can do something with.
 const P521: SignatureScheme = SignatureScheme::ECDSA_NISTP521_SHA512;
 
-/// Why a certificate is not trusted.
+/// A reason to distrust a certificate.
 #[derive(Debug)]
 pub(super) struct Distrust(pub(super) String);
 
@@ -115,7 +116,7 @@ impl ServerCertVerifier for Trust {
     }
 }
 
-/// What no setting makes trusted.
+/// A flaw that no setting permits.
 fn unsupported(certificate: &Certificate) -> Option<String> {
     if certificate.version != 3 {
         let version = certificate.version;
@@ -235,7 +236,7 @@ impl ServerCertVerifier for NoTrust {
         Ok(ServerCertVerified::assertion())
     }
 
-    /// Whoever could send another certificate could sign with its key, so a signature says nothing.
+    /// A signature says nothing: a sender of another certificate could sign with its key.
     fn verify_tls12_signature(
         &self,
         _message: &[u8],

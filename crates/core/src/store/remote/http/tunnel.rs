@@ -64,7 +64,7 @@ impl Tunnel {
         }
     }
 
-    /// What there is to say if it says nothing.
+    /// The message about a silent proxy.
     pub(in crate::store::remote) fn silent(&self) -> String {
         format!("the proxy {} does not answer in time", self.proxy)
     }

@@ -1,5 +1,5 @@
-//! What the connections need of the world: sockets that never block, their events, and the time. `sockets` is the real one;
-//! tests have one in virtual time.
+//! The world as the connections need it: sockets that never block, their events, and the time. `sockets` is the real
+//! one; tests have one in virtual time.
 
 use super::address::Server;
 use super::jitter::Jitter;
@@ -37,7 +37,7 @@ pub(in crate::store::remote) trait WireEnd {
         false
     }
 
-    /// Says that no more will be asked on it. What comes then is of no interest.
+    /// Says that no more will be asked on it. Bytes that come later are of no interest.
     fn leave(&mut self) {}
 
     /// Has the other end hear at once that the connection is gone, whatever it still sends. It is of no use then.
@@ -57,7 +57,7 @@ pub(in crate::store::remote) trait WireEnd {
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize>;
 }
 
-/// What a connection is watched for.
+/// Events that a connection waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::store::remote) enum Watched {
     /// Nothing. A connection that was closed would be reported again and again.

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-/// Why a text is no XML document.
+/// The reason a text is no XML.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::store::remote) enum NoXml {
     /// It is something else.

@@ -1,4 +1,4 @@
-//! What a load exchanges with servers, counted while it runs.
+//! The traffic of a load with servers, counted while it runs.
 
 use crate::store::object::Traffic;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -23,13 +23,13 @@ pub(in crate::store::remote) struct RangeRequest {
     pub(super) pinned: bool,
 }
 
-/// What the next bytes of a body are.
+/// The use of a body's next bytes.
 pub(in crate::store::remote) enum NextBytes {
-    /// So many that nobody wants.
+    /// Bytes that nobody wants.
     Gap(u64),
-    /// Those of the first read.
+    /// Bytes of the first read.
     Read,
-    /// There are none that anybody wants.
+    /// There are no bytes that anybody wants.
     Nothing,
 }
 
@@ -63,13 +63,13 @@ impl RangeRequest {
         near && no_wait && next.object().is_some() && Arc::ptr_eq(&next.site, &last.site)
     }
 
-    /// What is expected of the answer.
+    /// The answer that is expected.
     pub(super) fn expected(&self) -> Expected {
         let object = self.reads.front().and_then(RangeRead::object).cloned();
         Expected { object, range: self.asked.clone() }
     }
 
-    /// What comes next, and nothing of a read that is complete.
+    /// The use of the next bytes. A read that is complete gets none.
     pub(super) fn next(&self) -> NextBytes {
         let Some(first) = self.reads.front() else { return NextBytes::Nothing };
         match first.missing() {
@@ -148,8 +148,8 @@ mod tests {
     use crate::store::remote::http::request::Unsigned;
     use crate::store::version::Version;
 
-    /// How many of two or three neighbours one request takes. Of each: whether it has been told to have arrived, and whether it
-    /// has a place.
+    /// How many of two or three neighbours one request takes. For each neighbour: whether its arrival has been told,
+    /// and whether it has a place.
     fn taken(reads: &[(bool, bool)]) -> usize {
         let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
         let mut waiting = ReadQueue::default();

@@ -14,9 +14,9 @@ use crate::store::version::Version;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Bytes that are received in search of the head of an answer. What of the body comes with it is copied.
+/// Bytes that are received in search of the head of an answer. Bytes of the body among them are copied.
 const HEAD: usize = 4096;
-/// Bytes that are received in search of the next chunk. What of the body comes with it is copied.
+/// Bytes that are received in search of the next chunk. Bytes of the body among them are copied.
 const CHUNK: usize = 64 << 10;
 /// How often it is reported that bytes come.
 const REPORT: Duration = Duration::from_secs(1);
@@ -40,7 +40,7 @@ impl LinkState {
     pub(super) const ALL: usize = 5;
 }
 
-/// What came of it.
+/// The result of an `advance`.
 pub(super) enum Advance {
     /// There is nothing more to do now.
     Wait,
@@ -69,9 +69,9 @@ pub(in crate::store::remote) struct Link<S> {
     head: Vec<u8>,
     /// How much of `head` has been used.
     used: usize,
-    /// Of a body in chunks: how far it has come.
+    /// The progress of a body in chunks.
     chunks: Option<Chunks>,
-    /// Of an object that comes whole, and ends where its body does: its version, and the answer that said so.
+    /// The version of an object that comes whole and ends where its body does, and the answer that said so.
     whole: Option<(Version, Box<Answer>)>,
     /// Whether it can be used for the next request.
     keeps: bool,
@@ -187,8 +187,8 @@ impl<S: WireEnd> Link<S> {
         Ok(Some(Advance::Ready))
     }
 
-    /// An idle connection brings nothing good: it is closed, or the server says more than was asked for. What TLS itself
-    /// sends is no byte here.
+    /// Data or an end on an idle connection: close it. The server says more than was asked for, or has closed. TLS
+    /// records without data do not count.
     fn idle(&mut self, discard: &mut [u8]) -> io::Result<Option<Advance>> {
         let place = libc::iovec { iov_base: discard.as_mut_ptr().cast(), iov_len: discard.len() };
         // SAFETY: the place is `discard`.

@@ -38,7 +38,7 @@ pub(super) const MUCH: u64 = 64 << 10;
 const TRIES_UNANSWERED: u32 = 3;
 const MOST_RENEWALS: u32 = 3;
 const DISCARD: usize = 64 << 10;
-/// What is there to be asked for is divided among the connections, but not into smaller requests than this.
+/// The least bytes of a request, where the bytes that can be asked for are divided among connections.
 pub(super) const LEAST_ASKED: u64 = 2 << 20;
 /// A request brings so many times what comes in the time to a first byte, also at the end of a load.
 const FIRST_BYTES: f64 = 8.0;

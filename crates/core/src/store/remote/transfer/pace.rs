@@ -21,7 +21,7 @@ const LEAST: usize = 2;
 /// How much one measurement moves an average.
 const WEIGHT: f64 = 0.2;
 
-/// What the connections bring, and how many there may be.
+/// The rate of the connections, and how many there may be.
 #[derive(Debug)]
 pub(super) struct ConnectionPace {
     limit: usize,

@@ -1,4 +1,4 @@
-//! What errors say of the proxy that a server is reached through.
+//! The proxy that a server is reached through, in errors.
 
 use super::fetch::RangeRequest;
 use super::net::Net;

@@ -29,7 +29,7 @@ impl ReadQueue {
         }
     }
 
-    /// Those that hold a slab go before the others.
+    /// Moves reads that hold a slab before the others.
     pub(super) fn advance_holders(&mut self) {
         let (holders, others): (Vec<_>, Vec<_>) = self.reads.drain(..).partition(RangeRead::holds_slab);
         self.reads.extend(holders.into_iter().chain(others));
@@ -73,7 +73,7 @@ impl ReadQueue {
         std::mem::take(&mut self.reads).into_iter().chain(paused.into_iter().map(|(_, read)| read))
     }
 
-    /// Those that may be asked for, and are taken out.
+    /// Takes out the reads that may be asked for.
     pub(super) fn take_due(&mut self) -> VecDeque<RangeRead> {
         self.bytes = 0;
         std::mem::take(&mut self.reads)

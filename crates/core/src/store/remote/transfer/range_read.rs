@@ -257,7 +257,7 @@ impl RangeRead {
         }
     }
 
-    /// The whole object comes, and ends where its body ends. What breaks off is asked for from the first byte on.
+    /// The whole object comes, and ends where its body ends. If it breaks off, it is asked for from the first byte on.
     pub(in crate::store::remote) fn opened(&mut self) {
         self.is_open = true;
     }

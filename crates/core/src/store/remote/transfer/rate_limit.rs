@@ -1,5 +1,5 @@
-//! How much is received in a second at most: a bucket that fills with time. What it lacks is not received, so TCP's window
-//! closes.
+//! The most bytes received in a second: a bucket that fills with time. While it is empty nothing is received, so TCP's
+//! window closes.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

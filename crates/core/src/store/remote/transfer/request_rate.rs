@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// Requests that are refused in so long count once: they were sent at the same rate.
 const EPOCH: Duration = Duration::from_secs(1);
-/// What a further refusal leaves of the rate.
+/// The part of the rate that a further refusal leaves.
 const LESS: f64 = 0.8;
 /// By what part the rate grows in a second without a refusal, and by how many requests in a second.
 const MORE: (f64, f64) = (0.05, 0.2);
@@ -91,7 +91,7 @@ impl RequestRate {
         }
     }
 
-    /// What the server has taken of late, in requests per second.
+    /// The rate that the server took lately, in requests per second.
     fn lately(&self, now: Instant) -> f64 {
         let age = now.saturating_duration_since(self.counted.0).as_secs_f64();
         // What came within a moment says little about a second.
@@ -133,7 +133,7 @@ mod tests {
     const TICK: Duration = Duration::from_millis(1);
     const PAUSES: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(5));
 
-    /// What a server does with requests above its rate.
+    /// The limit of a server on the rate of requests.
     #[derive(Debug, Clone, Copy)]
     enum Limits {
         /// It counts within each second.
@@ -204,7 +204,8 @@ mod tests {
         (sent, (now - begun).as_secs_f64(), retries)
     }
 
-    /// What no tenth of a second passes in 9,999 of 10,000 runs, where this many retries a tenth come at random times (Poisson).
+    /// The most retries in a tenth of a second in 9,999 of 10,000 runs, if `mean` a tenth come at random times
+    /// (Poisson).
     fn likely_most(mean: f64, tenths: usize) -> u32 {
         let (mut most, mut chance) = (0, (-mean).exp());
         let mut at_most = chance;

@@ -1,7 +1,7 @@
 //! Connections that are slower than the others: what they have not brought yet is asked for on others.
 //!
-//! A connection that has gone silent is closed. Of one that is only slow, the later half of the reads is taken away, and it is
-//! closed when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
+//! A connection that has gone silent is closed. One that is only slow loses the later half of its reads, and is closed
+//! when it has brought the rest. Both are done only where others bring bytes: a server that is slow to everybody is not
 //! asked for more.
 
 use super::fetch::RangeRequest;
@@ -21,12 +21,13 @@ const GAIN: Duration = Duration::from_millis(150);
 /// The rate of a connection is known after so long. Before that it is taken to be the usual one: a server, or this process, may
 /// just not have had a processor.
 const OBSERVED: Duration = Duration::from_secs(1);
-/// What is on its way when a connection is closed comes twice. More than a hundredth of all bytes do so only to gain this much.
+/// Bytes on their way when a connection is closed: they come twice. Once they are a hundredth of all, a move must gain
+/// `MUCH`.
 const ON_ITS_WAY: u64 = 4 << 20;
 const MUCH: Duration = Duration::from_secs(1);
 /// And if its connection needs so many times as long as the others on average.
 const SLOWER: f64 = 2.0;
-/// Of so many requests one may be a straggler, beyond the first few.
+/// One of so many requests may be a straggler, beyond the first few.
 const ONE_OF: u64 = 20;
 const FIRST_FEW: u64 = 8;
 /// How often one read changes its connection for this reason.

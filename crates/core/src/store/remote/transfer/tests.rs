@@ -1,4 +1,4 @@
-//! What the connections decide, one decision at a time: on wires on which nothing comes, in a time that tests set.
+//! Decisions of the connections, one at a time: on wires on which nothing comes, in a time that tests set.
 
 use super::fetch::RangeRequest;
 use super::link::{Link, LinkState};

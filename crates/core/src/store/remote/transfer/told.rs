@@ -1,15 +1,15 @@
-//! What becomes of a read, as the thread of the connections tells it.
+//! Events of reads, as the thread of the connections tells them.
 
 use super::range_read::RangeRead;
 use crate::error::Result;
 use crate::extent::{Lane, Ticket};
 use crate::store::version::Version;
 
-/// What happened to a read.
+/// An event of a read.
 pub(in crate::store::remote) enum Told {
     Arrived(Ticket),
     Received(Ticket),
-    /// It has ended, and nothing holds its memory. Of an object that was seen: its size and version.
+    /// It has ended, and nothing holds its memory. `object`: its size and version, if it was seen.
     Done {
         ticket: Ticket,
         lane: Lane,

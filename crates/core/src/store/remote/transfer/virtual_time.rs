@@ -51,7 +51,7 @@ struct Model {
 #[derive(Default)]
 struct Line {
     is_open: bool,
-    /// What it is watched for, and its number there.
+    /// Its watched events, and its number there.
     watched: Option<(Watched, usize)>,
     head: Vec<u8>,
     /// Bytes of the body that the server has not sent, those on their way, and those that are there.
@@ -306,7 +306,7 @@ impl Wires for VirtualWires {
     }
 }
 
-/// What a load does with its connections: it keeps reads in flight, gives each a slab when it arrives, and a device copies it.
+/// The outcome of a load: it keeps reads in flight, gives each a slab when it arrives, and a device copies it.
 struct Outcome {
     /// Bytes that arrived by the end of each tenth of a second.
     arrived: Vec<u64>,
@@ -405,7 +405,7 @@ fn rate(outcome: &Outcome, from: f64, until: f64) -> f64 {
 }
 
 const GIGABIT: f64 = 1e9 / 8.0;
-/// What of a link is left for the bytes of bodies: Ethernet, IP and TCP take their share.
+/// The part of a link for the bytes of bodies: Ethernet, IP and TCP take theirs.
 const PAYLOAD: f64 = 0.94;
 
 fn cloud(network: f64) -> Model {
@@ -486,7 +486,7 @@ fn no_load_hangs_for_want_of_slabs() {
     }
 }
 
-/// Whatever the network gives: no second brings more, connections do not grow for it, and nobody is taken for a straggler.
+/// The limit holds on any network: no connections are added for it, and none is taken for a straggler.
 #[test]
 fn a_limit_on_the_rate_is_kept_and_used() {
     for (model, bandwidth, slabs) in [
