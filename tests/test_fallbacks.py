@@ -538,7 +538,7 @@ same_rows(tensors)
 r = checkpoint.last_report
 print(r.cache, r.cache_reason, r.routes["mapped"]["bytes"] >= r.nbytes)
 """
-    assert in_cgroup(program, path, cgroup, 120_000_000) == ["keep 200000000 cold bytes are mapped, not copied True"]
+    assert in_cgroup(program, path, cgroup, 120_000_000) == ["keep 200.00 MB of cold bytes are mapped, not copied True"]
 
 
 @pytest.mark.machine
@@ -557,7 +557,7 @@ print(r.cache_reason)
 """
     told, reason = in_cgroup(program, path, cgroup, 350_000_000)
     assert told == "bypass True True"
-    assert reason.startswith("200000000 cold bytes do not fit into half of the memory left")
+    assert reason.startswith("200.00 MB of cold bytes do not fit into half of the memory left")
     assert reason.endswith("; 48000000 more are mapped, not copied")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -115,9 +114,7 @@ class Report(dict[str, Any]):
             limit = f" of at most {size_text(get('gap_limit', 0))}" if get("gap_bytes") else ""
             line("extra bytes", f"{slack} for alignment, {gaps} in gaps{limit}")
         if get("cache"):
-            why = re.sub(r"\b\d{4,}\b", lambda number: size_text(int(number[0])), str(get("cache_reason") or ""))
-            why = why.replace("B cold bytes", "B of cold bytes")
-            line("page cache", ": ".join(part for part in (str(get("cache")), why) if part))
+            line("page cache", ": ".join(str(part) for part in (get("cache"), get("cache_reason")) if part))
         if (fill := get("cache_fill")) is not None:
             text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {time_text(fill.seconds)}"
             line("cache fill", f"{text}: {fill.reason}" if fill.reason else text)

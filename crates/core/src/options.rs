@@ -18,6 +18,13 @@ pub(crate) const GIB: u64 = 1 << 30;
 /// 1e9 bytes, the unit of rates.
 pub(crate) const GB: f64 = 1e9;
 
+/// Bytes for people: 1.50 GB.
+pub(crate) fn size_text(nbytes: u64) -> String {
+    let units = [("GB", GB), ("MB", 1e6), ("kB", 1e3)];
+    let unit = units.into_iter().find(|(_, scale)| nbytes as f64 >= *scale);
+    unit.map_or_else(|| format!("{nbytes} B"), |(unit, scale)| format!("{:.2} {unit}", nbytes as f64 / scale))
+}
+
 /// Page size assumed for the alignment of reads and of mirror blocks: O_DIRECT needs 512 or 4096, and both divide it.
 pub const PAGE: u64 = 4096;
 /// A transparent huge page; also the granule in which private CPU memory is given back.

@@ -4,7 +4,7 @@
 use super::survey::{Survey, Surveyed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, TakesSlab};
-use crate::options::{Cache, Io, Options, MOST_EXTENT, PAGE};
+use crate::options::{size_text, Cache, Io, Options, MOST_EXTENT, PAGE};
 use crate::store::FsKind;
 use crate::way::{Cold, Routing, Through, Way, WORTH_A_TRIAL};
 
@@ -168,16 +168,17 @@ fn keep_in_cache(options: &Options, cold: u64, copied: u64, machine: &Machine<'_
         Cache::Auto if options.io != Io::Auto => (true, "io= reads through the page cache".into()),
         Cache::Auto if options.copy == Some(false) => (true, "copy=False asks for mapped files".into()),
         // Private memory would take as much room, and the kernel could not take it back under memory pressure.
-        Cache::Auto if copied == 0 => (true, format!("{cold} cold bytes are mapped, not copied")),
+        Cache::Auto if copied == 0 => (true, format!("{} of cold bytes are mapped, not copied", size_text(cold))),
         Cache::Auto => {
             // Half: the destination, the rest of the program and other programs' page cache need room too.
             let room = (machine.memory_available)() / 2;
             let (keep, not) = if copied <= room { (true, "") } else { (false, "do not ") };
             let mapped = match cold.saturating_sub(copied) {
                 0 => String::new(),
-                rest => format!("; {rest} more are mapped, not copied"),
+                rest => format!("; {} more are mapped, not copied", size_text(rest)),
             };
-            (keep, format!("{copied} cold bytes {not}fit into half of the memory left ({room}){mapped}"))
+            let (copied, room) = (size_text(copied), size_text(room));
+            (keep, format!("{copied} of cold bytes {not}fit into half of the memory left ({room}){mapped}"))
         }
     }
 }

@@ -93,6 +93,17 @@ impl<F: Finder> Credentials<F> {
         &self.finder
     }
 
+    /// The request that `make` makes of the session's key and the number of its generation. `wake` as in
+    /// [`session`](Self::session).
+    pub(in crate::store::remote) fn with_key<T>(
+        self: &Arc<Self>,
+        wake: Option<&Arc<Wake>>,
+        make: impl FnOnce(&F::Key, u64) -> Result<T>,
+    ) -> Option<Result<T>> {
+        let session = self.session(wake)?;
+        Some(session.and_then(|session| make(&session.found.key, self.generation.load(Ordering::Acquire))))
+    }
+
     /// The session, if it is valid. Otherwise a new one is made, and `wake` is notified when it is there.
     /// Without a `wake` the call waits for it.
     pub(in crate::store::remote) fn session(

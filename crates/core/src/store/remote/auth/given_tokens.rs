@@ -12,7 +12,6 @@ use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -80,12 +79,7 @@ fn field(token: &str) -> String {
 
 impl Requests for WithGivenToken {
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        let session = match self.credentials.session(wake)? {
-            Ok(session) => session,
-            Err(e) => return Some(Err(e)),
-        };
-        let generation = self.credentials.generation.load(Ordering::Acquire);
-        Some(self.made(at, &session.found.key, generation))
+        self.credentials.with_key(wake, |key, generation| self.made(at, key, generation))
     }
 
     fn redirected(&self, to: &Address) -> String {

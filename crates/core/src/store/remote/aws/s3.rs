@@ -173,24 +173,18 @@ impl Requests for S3 {
     }
 
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        let session = match self.credentials.session(wake)? {
-            Ok(session) => session,
-            Err(e) => return Some(Err(e)),
-        };
-        let generation = self.credentials.generation.load(Ordering::Acquire);
-        Some(self.once((at.to_owned(), None), generation, || self.made(at, &session.found.key, generation)))
+        self.credentials.with_key(wake, |key, generation| {
+            self.once((at.to_owned(), None), generation, || self.made(at, key, generation))
+        })
     }
 
     fn moved(&self, at: &str, to: &Address, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        let session = match self.credentials.session(wake)? {
-            Ok(session) => session,
-            Err(e) => return Some(Err(e)),
-        };
-        let generation = self.credentials.generation.load(Ordering::Acquire);
-        Some(self.once((at.to_owned(), Some(to.clone())), generation, || {
-            let fields = self.fields(to, parts(at)?.0, &session.found.key, true)?;
-            Ok(Get { address: to.clone(), fields, generation, is_moved: true })
-        }))
+        self.credentials.with_key(wake, |key, generation| {
+            self.once((at.to_owned(), Some(to.clone())), generation, || {
+                let fields = self.fields(to, parts(at)?.0, key, true)?;
+                Ok(Get { address: to.clone(), fields, generation, is_moved: true })
+            })
+        })
     }
 
     fn learn_region(&self, at: &str, region: &str) {

@@ -17,7 +17,6 @@ use crate::store::remote::http::request::{Get, Listed, Requests};
 use crate::store::remote::listing::{list, listed, parts, Ask};
 use crate::store::remote::pages::NextPage;
 use crate::wake::Wake;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -49,12 +48,7 @@ impl Requests for AzureBlob {
     }
 
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        let session = match self.credentials.session(wake)? {
-            Ok(session) => session,
-            Err(e) => return Some(Err(e)),
-        };
-        let generation = self.credentials.generation.load(Ordering::Acquire);
-        Some(made(at, &session.found.key, generation))
+        self.credentials.with_key(wake, |key, generation| made(at, key, generation))
     }
 
     fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {

@@ -15,7 +15,6 @@ use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::request::{Get, Listed, Requests};
 use crate::store::remote::listing::{list, listed, parts, s3_query, Ask};
 use crate::wake::Wake;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 /// Makes requests for the objects of Google Cloud Storage.
@@ -78,12 +77,7 @@ impl Requests for Gcs {
     }
 
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        let session = match self.credentials.session(wake)? {
-            Ok(session) => session,
-            Err(e) => return Some(Err(e)),
-        };
-        let generation = self.credentials.generation.load(Ordering::Acquire);
-        Some(self.made(at, session.found.key.token.as_deref(), generation))
+        self.credentials.with_key(wake, |key, generation| self.made(at, key.token.as_deref(), generation))
     }
 
     fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {

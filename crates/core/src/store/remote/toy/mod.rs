@@ -13,7 +13,6 @@ use super::listing::{list, listed, parts};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::wake::Wake;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
 
 pub(super) const VARIABLES: [&str; 2] = ["TOY_ENDPOINT", "TOY_KEY"];
@@ -50,12 +49,10 @@ impl Requests for ToyStore {
     }
 
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        let session = self.0.session(wake)?;
-        let generation = self.0.generation.load(Ordering::Acquire);
-        Some(session.and_then(|session| {
+        self.0.with_key(wake, |toy_key, generation| {
             let (bucket, key) = parts(at)?;
-            self.get(&session.found.key, &format!("{bucket}/{key}"), generation)
-        }))
+            self.get(toy_key, &format!("{bucket}/{key}"), generation)
+        })
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
