@@ -21,7 +21,7 @@ pub struct Way {
     pub cold: Lane,
     /// Lane of bytes that are copied and that the page cache holds.
     pub warm: Lane,
-    /// Lane of reads of any length, where those two need whole units and the file has none that suit.
+    /// The lane in place of those two, where they need aligned reads and the alignment of this file cannot be used.
     pub parts: Lane,
     /// How reads through the page cache fill it.
     pub through: Through,

@@ -1,4 +1,5 @@
-//! The table of the options: all that is said of an option stands once, here.
+//! The table of the options: all that the program says of an option stands once, here. Guides may name a default too: search
+//! them for its number when you change one.
 //!
 //! A new option is an entry of [`option_table!`](crate::option_table) and the code that reads its field. The entry
 //! makes the field, the keyword and the environment variable `PENSTOCK_` with the name in capitals.

@@ -102,7 +102,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
         let on_device = lanes.device.filter(|_| into == Goal::Gpu && options.io == Io::Auto);
         let through = match what {
             Cold::None => Through::Ahead,
-            // What could have gone past the page cache and goes through it is there already.
+            // On a local disk with O_DIRECT, such a load sends only resident bytes through the page cache.
             Cold::Bypass if s.facts.kind == FsKind::Local && lanes.past_cache.is_some() => Through::Ahead,
             Cold::Bypass => Through::Nothing,
             Cold::Keep | Cold::Try if cold && s.is_whole() && !mapped => Through::HugePages,

@@ -7,6 +7,7 @@ use super::pread::{read_fully, MOST_PER_CALL};
 use super::residency::Residency;
 use crate::detached::detached;
 use crate::error::{Error, Result};
+use crate::machine::cores;
 use crate::options::MIB;
 use crate::sync::{lock, Mutex};
 use std::io;
@@ -16,6 +17,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
+
+/// Threads that `warm` takes by itself: they wait for the disk, so few cores are no reason for few of them.
+const LEAST_READERS: usize = 4;
+const MOST_READERS: usize = 16;
 
 /// Drops the pages of `range` (`None`: of the whole file) from the page cache, and writes dirty ones back first.
 /// Returns the bytes of the file that are still resident: pages that a process maps stay. Needs no privilege.
@@ -38,7 +43,7 @@ pub fn evict(path: &Path, range: Option<Range<u64>>) -> Result<u64> {
     Ok(files.resident_ranges(0)?.bytes())
 }
 
-/// Reads the file into the page cache, with `threads` threads (at least one). Returns its size in bytes.
+/// Reads the file into the page cache, with `threads` threads; 0: as many as are of use. Returns its size in bytes.
 pub fn warm(path: &Path, threads: usize) -> Result<u64> {
     warm_telling(path, threads, &Warming::default())
 }
@@ -59,6 +64,12 @@ impl Warming {
     fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
+}
+
+/// Threads that read a file of `size` bytes; `threads`: as many as are asked for, 0: as many as are of use here.
+fn readers(threads: usize, size: u64) -> usize {
+    let threads = if threads == 0 { cores().clamp(LEAST_READERS, MOST_READERS) } else { threads };
+    threads.min(usize::try_from(size.div_ceil(MIB)).unwrap_or(usize::MAX))
 }
 
 fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Result<u64> {
@@ -83,9 +94,8 @@ fn warm_telling(path: &Path, threads: usize, state: &Warming) -> Result<u64> {
             state.read.fetch_add(MIB, Ordering::Relaxed);
         }
     };
-    let useful = usize::try_from(size.div_ceil(MIB)).unwrap_or(usize::MAX);
     std::thread::scope(|scope| {
-        for _ in 1..threads.min(useful) {
+        for _ in 1..readers(threads, size) {
             // If no more threads can be started (a process limit), fewer do the work. This thread works in any case.
             if std::thread::Builder::new().spawn_scoped(scope, work).is_err() {
                 break;
@@ -125,4 +135,21 @@ pub fn residency_while(path: &Path, stall: Duration, go_on: impl FnMut() -> bool
         Ok((files.resident_ranges(0)?, files.size(0)))
     };
     detached(work, Some(stall), || 0, go_on).map_err(|e| e.at(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_warmed_by_the_threads_that_are_asked_for_or_by_several() {
+        let many = 1000 * MIB;
+        assert!((LEAST_READERS..=MOST_READERS).contains(&readers(0, many)));
+        assert_eq!((readers(1, many), readers(3, many), readers(40, many)), (1, 3, 40));
+        assert_eq!(
+            (readers(0, MIB), readers(40, 2 * MIB + 1), readers(40, 0)),
+            (1, 3, 0),
+            "no more than there is to read"
+        );
+    }
 }
