@@ -5,8 +5,8 @@
 
 pub(crate) mod addresses;
 mod among;
-mod choosing;
 mod drive;
+mod exchange_trial;
 mod handle;
 mod leased;
 mod quiesce;
@@ -17,6 +17,7 @@ mod shared;
 mod simulator;
 mod start;
 
+pub use exchange_trial::TRIED;
 pub use handle::{Load, Next};
 pub use leased::{Handing, Leased};
 pub use quiesce::quiesce;

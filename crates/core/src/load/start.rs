@@ -1,8 +1,8 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
 use super::among::{Among, Received};
-use super::choosing::Choosing;
 use super::drive::{Began, Driver, GpuBlocks, Record};
+use super::exchange_trial::{sections, untried, ExchangeTrial};
 use super::handle::Load;
 use super::room;
 use super::shared::{somewhere, Shared};
@@ -19,7 +19,7 @@ use crate::extent::{Extent, Landing};
 use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::{Arena, Block, Mapping};
-use crate::options::{pool_bytes, Exchanging, Io, Options, PAGE};
+use crate::options::{pool_bytes, Io, Options, PAGE};
 use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
@@ -254,22 +254,10 @@ fn assemble(
         sends = bytes;
         device = Some(decorated);
     }
-    let exchanged = schedule.sections.is_none();
-    let reason = match options.exchange {
-        _ if !exchanged => "the load ended before both ways were tried",
-        Exchanging::Auto => "several ranks want too few bytes to try both ways",
-        Exchanging::On | Exchanging::Off => "asked for",
-    };
-    plan.report.exchange =
-        among.as_ref().map(|among| AmongRanks { ranks: among.members, exchanged, reason, ..AmongRanks::default() });
-    let both_ways = among.as_ref().and_then(|among| among.shares.both_ways());
-    let choosing = match (&schedule.sections, both_ways, plan.in_vain) {
-        (Some(sections), Some(both), Some(in_vain)) => {
-            engine.set_gate(sections.first);
-            Some(Choosing::new(sections, both, in_vain))
-        }
-        _ => None,
-    };
+    let exchange = AmongRanks { exchanged: true, reason: untried(options.exchange), ..AmongRanks::default() };
+    plan.report.exchange = among.as_ref().map(|among| AmongRanks { ranks: among.members, ..exchange });
+    let begin = |among: &Among| ExchangeTrial::begin(&among.shares, &schedule, plan.unwanted, &mut engine);
+    let exchange_trial = among.as_ref().and_then(begin);
     let mut ring = Ring::process().join(plan.slab, staging)?;
     if let Some(device) = &mut device {
         // A parcel holds its slab until other ranks have taken it.
@@ -302,8 +290,7 @@ fn assemble(
         routing: routing.clone(),
         trial: (routing.cold == Cold::Try).then_some(reading.chosen),
         sends,
-        choosing,
-        skipped: Vec::new(),
+        exchange_trial,
         cancelled: false,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
         peers: among.take().map(|among| among.peers),
@@ -346,7 +333,7 @@ fn plan(
     }
     let ranks = among.map(|among| (among.shares.clone(), among.rank));
     let planned = move |request: Request, files: &Storage| {
-        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank });
+        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank, sections: sections(shares) });
         Planned::new(&request, files, ranks.as_ref()).map(|plan| (request, plan))
     };
     if files.are_known_local() {
