@@ -14,7 +14,7 @@ plain_words = importlib.import_module("plain_words")
 sys.path.pop(0)
 
 #: Texts that hide their noun, by tree. These numbers only fall: mend a text, and lower its number.
-ALLOWED = {"core": 27, "python-crate": 0, "package": 0}
+ALLOWED = {"core": 0, "python-crate": 0, "package": 0}
 
 
 @pytest.mark.parametrize("tree", plain_words.TREES)

@@ -9,7 +9,7 @@ use penstock::memory::Keep;
 use penstock::options::{Cache, Options};
 use penstock::peers::{ListenAt, Pass, Seat};
 use penstock::plan::request::Together;
-use penstock::plan::shares::{BothWays, Parcel, Party, Shares};
+use penstock::plan::shares::{Parcel, Party, Shares};
 use penstock::plan::want::Runs;
 use penstock::source::{Destination, Progress, Read, Source};
 use penstock::stats::Report;
@@ -321,13 +321,34 @@ fn every_wanted_byte_has_one_reader_and_comes_once() {
         let party = Party { lists: &distinct, of_rank: &of_rank };
         let tried = Shares::with_trial(&model.checkpoint, party, 8192 + random.below(1 << 18)).unwrap();
         let differ = |r: &penstock::Result<Report>| r.as_ref().unwrap().exchange.unwrap().exchanged;
-        let both_ways = tried.both_ways().is_some();
+        let both_ways = Steps::of(&tried).is_some();
         let reports = model.load_as(tried, &lists, &Options::default(), &[]);
         assert!(reports.iter().all(|r| differ(r) == differ(&reports[0])), "case {case}: ranks decide differently");
         for report in reports {
             assert_eq!(report.unwrap().exchange.unwrap().tried.is_some(), both_ways, "case {case}");
         }
     }
+}
+
+/// The steps of a trial: numbers of parcels.
+#[derive(Debug)]
+struct Steps {
+    first: Range<u32>,
+    together: Range<u32>,
+    alone: Range<u32>,
+    looks: Vec<Range<u32>>,
+}
+
+impl Steps {
+    fn of(shares: &Shares) -> Option<Steps> {
+        let [first, together, alone, looks @ .., _rest] = shares.steps() else { return None };
+        Some(Steps { first: first.clone(), together: together.clone(), alone: alone.clone(), looks: looks.to_vec() })
+    }
+}
+
+fn nbytes(shares: &Shares, numbers: &Range<u32>) -> u64 {
+    let parcels = &shares.parcels()[numbers.start as usize..numbers.end as usize];
+    parcels.iter().map(|parcel| parcel.end - parcel.start).sum()
 }
 
 /// Some parcels, and how much longer a read of one takes.
@@ -347,7 +368,7 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
             let party = Party { lists: &lists, of_rank: &[0, 1, 2, 3] };
             Shares::with_trial(&model.checkpoint, party, 400_000).unwrap()
         };
-        let both = shares().both_ways().unwrap().clone();
+        let both = Steps::of(&shares()).unwrap();
         let slow_ones = [(true, both.alone.clone()), (false, both.together.clone())];
         for (exchanged, slow) in slow_ones {
             let slow = slow_parcels(&shares(), &slow, 1000);
@@ -364,7 +385,7 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
                 total.iter_mut().zip(bytes).for_each(|(sum, bytes)| *sum += bytes);
             }
             let [sent, received, useful, wanted] = total;
-            let [first, together, alone] = both.nbytes;
+            let [first, together, alone] = [&both.first, &both.together, &both.alone].map(|of| nbytes(&shares(), of));
             assert_eq!(sent, received, "{kind}");
             match exchanged {
                 true => assert!(
@@ -383,18 +404,18 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
 }
 
 /// What replicas do whose storage becomes slower in the stretch that ends with look number `look`. Exchange took 0.6 s in the trial.
-fn slower_later(model: &Model, look: usize) -> (BothWays, Vec<Report>) {
+fn slower_later(model: &Model, look: usize) -> (Shares, Vec<Report>) {
     let lists: Vec<_> = (0..4).map(|_| Want::all(&model.checkpoint)).collect();
     let party = Party { lists: &lists, of_rank: &[0, 1, 2, 3] };
     let shares = Shares::with_trial(&model.checkpoint, party, 100_000).unwrap();
-    let both = shares.both_ways().unwrap().clone();
+    let both = Steps::of(&shares).unwrap();
     let mut slow = slow_parcels(&shares, &both.together, 600);
-    if let Some((parcels, _)) = both.looks.get(look) {
+    if let Some(parcels) = both.looks.get(look) {
         slow.extend(slow_parcels(&shares, parcels, 400 << look));
     }
     let options = Options { cache: Cache::Bypass, ..Options::default() };
-    let reports = model.load_as(shares, &lists, &options, &slow);
-    (both, reports.into_iter().map(|report| report.unwrap()).collect())
+    let reports = model.load_as(shares.clone(), &lists, &options, &slow);
+    (shares, reports.into_iter().map(|report| report.unwrap()).collect())
 }
 
 #[test]
@@ -404,7 +425,8 @@ fn ranks_that_read_for_themselves_exchange_the_rest_once_that_is_slower_than_exc
         // On a busy machine other steps may be as slow.
         let as_meant = |reports: &[Report]| reports[0].exchange.unwrap().exchanged == (look < 3);
         let mut found = (0..3).map(|_| slower_later(&model, look));
-        let (both, reports) = found.find(|(_, reports)| as_meant(reports)).expect("three loads went the other way");
+        let (shares, reports) = found.find(|(_, reports)| as_meant(reports)).expect("three loads went the other way");
+        let both = Steps::of(&shares).unwrap();
         assert_eq!(both.looks.len(), 3);
         let (mut received, mut useful) = (0, 0);
         for report in &reports {
@@ -418,8 +440,8 @@ fn ranks_that_read_for_themselves_exchange_the_rest_once_that_is_slower_than_exc
             useful -= report.unwanted.slack + report.unwanted.gap;
         }
         // What each rank has read for itself before it turned to exchange, and what of the rest one has read for all.
-        let [first, together, alone] = both.nbytes;
-        let looked: u64 = both.looks[..(look + 1).min(3)].iter().map(|look| look.1).sum();
+        let [first, together, alone] = [&both.first, &both.together, &both.alone].map(|of| nbytes(&shares, of));
+        let looked: u64 = both.looks[..(look + 1).min(3)].iter().map(|look| nbytes(&shares, look)).sum();
         let exchanged = model.checkpoint.nbytes() - first - alone - looked;
         assert_eq!(received, 3 * if look < 3 { exchanged } else { together }, "look {look}");
         assert_eq!(received + useful, 4 * model.checkpoint.nbytes(), "look {look}");
@@ -434,7 +456,7 @@ fn unequal(model: &Model) -> Vec<Vec<Want>> {
 fn tried(model: &Model, lists: &[Vec<Want>]) -> Shares {
     let of_rank: Vec<u32> = (0..lists.len() as u32).collect();
     let shares = Shares::with_trial(&model.checkpoint, Party { lists, of_rank: &of_rank }, 300_000).unwrap();
-    assert!(shares.both_ways().is_some());
+    assert!(Steps::of(&shares).is_some());
     shares
 }
 
@@ -455,11 +477,11 @@ fn a_failure_in_the_trial_reaches_ranks_that_have_nothing_left_to_do() {
     let lists = unequal(&model);
     let parcels = tried(&model, &lists);
     // The last byte of each step, and what follows, are gone.
-    let both = parcels.both_ways().unwrap().clone();
+    let both = Steps::of(&parcels).unwrap();
     let path = model.checkpoint.files()[0].location.as_path().to_path_buf();
     let whole = std::fs::read(&path).unwrap();
     assert!(!both.looks.is_empty());
-    let looks = both.looks.iter().map(|look| look.0.end);
+    let looks = both.looks.iter().map(|look| look.end);
     for last in [both.first.end, both.together.end, both.alone.end].into_iter().chain(looks) {
         let parcel = parcels.parcels()[last as usize - 1];
         assert_eq!(parcel.file, 0);

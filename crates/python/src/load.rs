@@ -442,18 +442,6 @@ pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec
     fallbacks.iter().map(one).collect()
 }
 
-/// The reason that ranks exchange shared bytes, or do not.
-fn why(exchange: &AmongRanks) -> String {
-    let Some([alone, together]) = exchange.tried else { return exchange.reason.to_owned() };
-    let rate = |pace: f64| 1.0 / pace.max(1e-9);
-    let later = exchange.later.map_or_else(String::new, |pace| format!(" (later {:.0})", rate(pace)));
-    format!(
-        "tried: {:.0} MB/s{later} where each rank reads what it wants, {:.0} MB/s where one reads it for all",
-        rate(alone),
-        rate(together)
-    )
-}
-
 /// `reason`: why the rank exchanges nothing, if that was settled before.
 fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
     let d = PyDict::new(py);
@@ -514,7 +502,7 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
         let d = PyDict::new(py);
         d.set_item("ranks", exchange.ranks)?;
         d.set_item("choice", if exchange.exchanged { "on" } else { "off" })?;
-        d.set_item("reason", reason.map_or_else(|| why(&exchange), str::to_owned))?;
+        d.set_item("reason", reason.map_or_else(|| exchange.why(), str::to_owned))?;
         d.set_item("sent_bytes", exchange.sent)?;
         d.set_item("received_bytes", exchange.received)?;
         Ok::<_, PyErr>(d)

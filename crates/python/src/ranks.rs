@@ -5,7 +5,8 @@ use crate::errors::{detached, interruptibly, invalid, raise};
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::options::Options;
 use crate::wants::{wants_of, Region};
-use penstock::options::{Bind, Scope, MIB};
+use penstock::load::TRIED;
+use penstock::options::{Bind, Scope};
 use penstock::peers::{ListenAt, PeerKey, Reachable, StandingLinks};
 use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Pass as CorePass, Seat as CoreSeat};
 use penstock::plan::packed;
@@ -18,9 +19,6 @@ use pyo3::types::{PyBytes, PyString};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-
-/// Bytes with which ranks find out whether to exchange what several of them want.
-const TRIED: u64 = 64 * MIB;
 
 /// The pass of a rank for the others: its number, a token, and a proof of the key in its environment, if it has one.
 #[pyclass(frozen, module = "penstock._core")]

@@ -194,6 +194,11 @@ impl<S> Engine<S> {
         }
     }
 
+    /// Whether the extent has arrived. Those that are left out never do.
+    pub(crate) fn has_brought(&self, extent: usize) -> bool {
+        self.stages[extent] == Stage::Arrived
+    }
+
     /// The error of a load that has failed.
     pub(crate) fn failure(&self) -> Option<&Error> {
         self.failure.as_ref()

@@ -1,7 +1,7 @@
 //! The engine thread: carries out the engine's actions, tells the load's owner, and sleeps in between.
 
 use super::addresses::Addresses;
-use super::choosing::{Choosing, Settled};
+use super::exchange_trial::ExchangeTrial;
 use super::shared::{internal, somewhere, Message, Shared};
 use crate::device::api::Api;
 use crate::device::gpu::{GpuMemory, SharedContext};
@@ -24,7 +24,6 @@ use crate::threads::{guarded, of_panic, step};
 use crate::timeline::{Span, Timeline, Track};
 use crate::way::{Chosen, Cold, Routing, Through};
 use std::collections::HashMap;
-use std::ops::Range;
 use std::os::fd::RawFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::Arc;
@@ -60,23 +59,21 @@ pub(super) struct Driver {
     /// Pauses fills of the page cache during this load, if the load wants the disk.
     pub(super) _disk: Option<DiskUse>,
     pub(super) routing: Arc<Routing>,
-    /// What the pace of the storage has decided, if it is to decide. What went past the page cache is filled into it after
-    /// the load, unless the bytes were kept.
+    /// The decision by the pace of the storage, if there is a trial. After the load, bytes that went past the page cache are
+    /// filled into it, unless they were kept.
     pub(super) trial: Option<Chosen>,
     pub(super) record: Option<Record>,
     /// How many bytes other ranks get of each extent that is sent.
     pub(super) sends: HashMap<Ticket, u64>,
-    /// What the ranks are finding out, if they are.
-    pub(super) choosing: Option<Choosing>,
-    /// Extents that were left out.
-    pub(super) skipped: Vec<Range<usize>>,
+    /// The trial with the other ranks, if there is one.
+    pub(super) exchange_trial: Option<ExchangeTrial>,
     /// The owner has said that the load is to end.
     pub(super) cancelled: bool,
     /// The other ranks of the load. The last to go: they are told how it ended.
     pub(super) peers: Option<Peers>,
 }
 
-/// What the engine thread needs to record the load.
+/// The record of a load, as the engine thread writes it.
 pub(super) struct Record {
     timeline: Arc<Timeline>,
     /// When the read of each extent was started, then when its copies were.
@@ -225,6 +222,9 @@ impl Driver {
         let report = &mut self.report;
         let engine = thread_cpu().saturating_sub(cpu_at_start);
         report.engine_cpu_seconds = engine.as_secs_f64();
+        if let Some(trial) = &self.exchange_trial {
+            trial.tell(report);
+        }
         report.peak_staging = self.ring.peak();
         report.waits = self.tally.waits();
         report.first_touch_bytes = touches.left;
@@ -237,10 +237,8 @@ impl Driver {
             if let (Ok(()), Ok(files)) = (&outcome, self.checkpoint.local_files()) {
                 // What went through the page cache too: the trial's bytes are still on their way there, nobody has touched
                 // them, and the kernel may have taken others back.
-                let read = self.schedule.extents.iter().enumerate().filter(|(number, e)| {
-                    let left_out = self.skipped.iter().any(|extents| extents.contains(number));
-                    !left_out && !e.is_received()
-                });
+                let read = (0..).zip(&self.schedule.extents);
+                let read = read.filter(|(number, e)| self.engine.has_brought(*number) && !e.is_received());
                 let ranges = read.map(|(_, e)| (e.file, e.offset..e.offset + e.len)).collect();
                 let whole: Vec<_> = self.routing.ways.iter().map(|w| w.through == Through::HugePages).collect();
                 report.cache_fill = CacheFill::new(files, ranges, &whole);
@@ -280,7 +278,9 @@ impl Driver {
             self.read_inbox(clock);
             let more = self.allocate_blocks(clock);
             self.listen(clock, &mut events, &mut copied);
-            self.choose(clock);
+            if let (Some(trial), Some(peers)) = (&mut self.exchange_trial, &self.peers) {
+                trial.go_on(clock.now(), &mut self.engine, peers);
+            }
             let cancelled = self.act(clock);
             let revoked = self.publish(clock, &mut told);
             match self.engine.outcome() {
@@ -304,18 +304,6 @@ impl Driver {
         // Before the others hear that all is well.
         self.unchanged(None)?;
         peers.part(|| !self.is_cancelled())
-    }
-
-    /// Goes on with finding out whether to exchange, if that is not settled.
-    fn choose(&mut self, clock: Clock) {
-        let (Some(choosing), Some(peers)) = (&mut self.choosing, &self.peers) else { return };
-        let Some(settled) = choosing.go_on(clock.now(), &mut self.engine, peers) else { return };
-        self.choosing = None;
-        let Settled { exchanged, tried, later, skipped, unwanted } = settled;
-        let exchange = self.report.exchange.get_or_insert_default();
-        (exchange.exchanged, exchange.tried, exchange.later) = (exchanged, Some(tried), later);
-        self.report.unwanted = unwanted;
-        self.skipped = skipped;
     }
 
     /// Tells the engine what source and device have done.

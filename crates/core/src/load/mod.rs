@@ -6,8 +6,8 @@
 pub(crate) mod addresses;
 mod among;
 mod blocks;
-mod choosing;
 mod drive;
+mod exchange_trial;
 mod handle;
 mod leased;
 mod quiesce;
@@ -18,6 +18,7 @@ mod shared;
 mod simulator;
 mod start;
 
+pub use exchange_trial::TRIED;
 pub use handle::{Load, Next};
 pub use leased::{Handing, Leased};
 pub use quiesce::quiesce;

@@ -2,8 +2,8 @@
 
 use super::among::{Among, Received};
 use super::blocks::{allocate, arena, check_room, our_blocks};
-use super::choosing::Choosing;
 use super::drive::{Began, Driver, GpuBlocks, Record};
+use super::exchange_trial::{sections, untried, ExchangeTrial};
 use super::handle::Load;
 use super::room;
 use super::shared::{somewhere, Shared};
@@ -20,7 +20,7 @@ use crate::extent::{Extent, Landing};
 use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::Block;
-use crate::options::{pool_bytes, Exchanging, Io, Options};
+use crate::options::{pool_bytes, Io, Options};
 use crate::plan::request::{Memory, Request, Together, Where};
 use crate::plan::schedule::OneOfRanks;
 use crate::plan::Planned;
@@ -41,7 +41,7 @@ const MOST_WORKERS: usize = 16;
 /// Wraps a source.
 type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
 
-/// What tests put in place of the request's own device and source.
+/// Replacements of tests for the request's own device and source.
 #[derive(Default)]
 struct StandIns<'a> {
     device: Option<Box<dyn Device>>,
@@ -235,7 +235,7 @@ fn assemble(
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !here).then_some(options.window);
     let (depth, requests) = (routing.depth, routing.requests);
-    // Half of what a load to a GPU registers: what others send finds a slab.
+    // Parcels to be sent hold at most half of the slabs that a load to a GPU registers, so received bytes find one.
     let most_sent = received.filter(|received: &Received| received.in_slabs);
     let most_sent = most_sent.map(|_| (pool_bytes(staging, plan.slab) / plan.slab / 2).max(1) as usize);
     let requests = requests.saturating_add(received.map_or(0, |received| received.parcels));
@@ -250,22 +250,10 @@ fn assemble(
         sends = bytes;
         device = Some(decorated);
     }
-    let exchanged = schedule.sections.is_none();
-    let reason = match options.exchange {
-        _ if !exchanged => "the load ended before both ways were tried",
-        Exchanging::Auto => "several ranks want too few bytes to try both ways",
-        Exchanging::On | Exchanging::Off => "asked for",
-    };
-    plan.report.exchange =
-        among.as_ref().map(|among| AmongRanks { ranks: among.members, exchanged, reason, ..AmongRanks::default() });
-    let both_ways = among.as_ref().and_then(|among| among.shares.both_ways());
-    let choosing = match (&schedule.sections, both_ways, plan.in_vain) {
-        (Some(sections), Some(both), Some(in_vain)) => {
-            engine.set_gate(sections.first);
-            Some(Choosing::new(sections, both, in_vain))
-        }
-        _ => None,
-    };
+    let exchange = AmongRanks { exchanged: true, reason: untried(options.exchange), ..AmongRanks::default() };
+    plan.report.exchange = among.as_ref().map(|among| AmongRanks { ranks: among.members, ..exchange });
+    let begin = |among: &Among| ExchangeTrial::begin(&among.shares, &schedule, plan.unwanted, &mut engine);
+    let exchange_trial = among.as_ref().and_then(begin);
     let mut ring = Ring::process().join(plan.slab, staging)?;
     if let Some(device) = &mut device {
         // A parcel holds its slab until other ranks have taken it.
@@ -298,8 +286,7 @@ fn assemble(
         routing: routing.clone(),
         trial: (routing.cold == Cold::Try).then_some(asked.chosen),
         sends,
-        choosing,
-        skipped: Vec::new(),
+        exchange_trial,
         cancelled: false,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
         peers: among.take().map(|among| among.peers),
@@ -342,7 +329,7 @@ fn plan(
     }
     let ranks = among.map(|among| (among.shares.clone(), among.rank));
     let planned = move |request: Request, files: &Storage| {
-        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank });
+        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank, sections: sections(shares) });
         Planned::new(&request, files, ranks.as_ref()).map(|plan| (request, plan))
     };
     if files.are_known_local() {

@@ -101,7 +101,7 @@ impl Peers {
         self.desk.orders.notify();
     }
 
-    /// Tells the others how long a step took this rank: of the trial (0 to 2), or a look after it.
+    /// Tells the others how long a step took this rank.
     pub(crate) fn say_took(&self, step: u8, nanoseconds: u64) {
         lock(&self.desk.state).took.push((step, nanoseconds));
         self.desk.orders.notify();

@@ -16,7 +16,7 @@
 use crate::error::{Error, ErrorKind};
 use std::time::{Duration, Instant};
 
-/// In a rank's silence that ends its load, it would have said so many times that it is alive.
+/// A rank says "alive" this many times within the silence after which it counts as dead.
 const WORDS: u32 = 8;
 /// How long a rank that has failed tries to tell the others, and how long a broken connection for bytes waits for a word.
 const FAREWELL: Duration = Duration::from_millis(500);

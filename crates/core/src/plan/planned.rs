@@ -10,7 +10,7 @@ use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{Landing, Piece};
+use crate::extent::{Extent, Landing, Piece};
 use crate::format::Checkpoint;
 use crate::machine;
 use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
@@ -21,7 +21,7 @@ use crate::way::{Cold, Routing, Through, Way};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What is to be read, where to, and how it travels.
+/// The plan of a load: places, reads, ways.
 pub(crate) struct Planned {
     pub(crate) layout: Layout,
     pub(crate) schedule: Schedule,
@@ -30,20 +30,10 @@ pub(crate) struct Planned {
     pub(crate) slab: u64,
     /// Whether bytes come from a disk of this machine, or from a file system that may keep them in the page cache.
     pub(crate) uses_disk: bool,
-    /// What is known before the load.
+    /// The report, as far as it is known before the load.
     pub(crate) report: Report,
-    /// What ranks read in vain that find out whether to exchange something; `None` where they do not. The report has what it is if
-    /// they do.
-    pub(crate) in_vain: Option<InVain>,
-}
-
-/// What is read and not wanted, by the sections of a schedule.
-#[derive(Debug)]
-pub(crate) struct InVain {
-    /// In the trial.
-    pub(crate) tried: Unwanted,
-    /// In each stretch of the rest: with exchange, and without.
-    pub(crate) rest: Vec<[Unwanted; 2]>,
+    /// The unwanted bytes that each section of the schedule reads. The report has their sum.
+    pub(crate) unwanted: Vec<Unwanted>,
 }
 
 impl Planned {
@@ -75,13 +65,13 @@ impl Planned {
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };
         let mut routing = routing::route(&survey, into, options, &machine);
-        if routing.cold == Cold::Try && ranks.is_some_and(|ranks| ranks.shares.both_ways().is_some()) {
+        if routing.cold == Cold::Try && ranks.is_some_and(|ranks| ranks.sections.len() > 1) {
             // One trial at a time: this one would time what ranks wait for each other. One may find what another has read.
             let options = Options { cache: Cache::Keep, ..options.clone() };
             routing = routing::route(&survey, into, &options, &machine);
             routing.reason = "ranks try something else: whether to exchange what several of them want".to_owned();
         }
-        // What lies between the reads of a rank are others' bytes: nobody shall bring them too.
+        // These gaps are other ranks' bytes: do not read them.
         let among = ranks.is_some();
         routing.gap = among.then(|| options.least_gap());
         if options.io == Io::Mapped {
@@ -148,24 +138,16 @@ impl Planned {
             Some(ranks) => Schedule::together(checkpoint, &layout, &traits, &limits, ranks),
             None => Schedule::new(checkpoint, &layout, &traits, &limits),
         };
-        let of = |extents: Range<usize>| unwanted(&schedule, extents, wants, files);
-        let in_vain = schedule.sections.as_ref().map(|sections| InVain {
-            tried: of(0..sections.alone),
-            rest: sections.rest.iter().map(|ways| [of(ways.exchanged.clone()), of(ways.alone.clone())]).collect(),
-        });
-        report.unwanted = match &in_vain {
-            None => of(0..schedule.extents.len()),
-            Some(InVain { tried, rest }) => {
-                rest.iter().fold(tried.clone(), |sum, [exchanged, _]| sum.and(exchanged.clone()))
-            }
-        };
+        let of_section = |extents: &Range<usize>| unwanted(&schedule, &schedule.extents[extents.clone()], wants, files);
+        let unwanted: Vec<Unwanted> = schedule.sections.iter().map(of_section).collect();
+        report.unwanted = unwanted.iter().cloned().fold(Unwanted::default(), Unwanted::and);
         let slab = slab.unwrap_or(options.extent);
         // A parcel with the pages around it, and room to move its neighbours apart.
         let longest =
             schedule.extents.iter().filter(|e| e.shared.is_some() && e.landing == Landing::Slab).map(|e| e.len);
         let slab = slab.max(longest.max().unwrap_or(0).next_multiple_of(HUGE_PAGE));
         let slab = if ranks.is_some() { slab.max(2 * PARCEL) } else { slab };
-        Ok(Planned { layout, schedule, routing, slab, uses_disk, report, in_vain })
+        Ok(Planned { layout, schedule, routing, slab, uses_disk, report, unwanted })
     }
 }
 
@@ -206,10 +188,10 @@ pub fn missing_where_mappable(
     Ok(Ok(found))
 }
 
-/// What these extents read that nobody wants.
-fn unwanted(schedule: &Schedule, which: Range<usize>, wants: &[Want], files: &Storage) -> Unwanted {
+/// The unwanted bytes that these extents read.
+fn unwanted(schedule: &Schedule, which: &[Extent], wants: &[Want], files: &Storage) -> Unwanted {
     let mut found = Unwanted::default();
-    for e in schedule.extents[which].iter().filter(|e| !e.is_received()) {
+    for e in which.iter().filter(|e| !e.is_received()) {
         // A direct read covers whole sectors. The part past the end of the file never arrives.
         let past_end = (e.offset + e.len).saturating_sub(files.size(e.file));
         found.slack += e.slack.saturating_sub(past_end);

@@ -23,12 +23,10 @@ const TURN: u64 = 16 * MIB;
 const LEAST_TURN: u64 = 256 * KIB;
 /// Runs of at least this many bytes are read where they lie: the pages at both ends are then less than a hundredth.
 const LONG_RUN: u64 = 512 * KIB;
-/// How often ranks that read for themselves look again, at most, whether that is still the quicker way.
-pub(crate) const LOOKS: usize = 3;
 /// Ranges that one tensor may be cut into.
 const MOST_RANGES: u64 = 1 << 20;
 
-/// What all ranks want: ranks that want the same share one list.
+/// The wants of all ranks. Equal ones are one list.
 #[derive(Debug)]
 pub struct Party<'a, L = Vec<Want>> {
     /// The lists of wants: each is one, or its bytes.
@@ -71,7 +69,7 @@ pub struct Parcel {
     pub end: u64,
     /// The rank that reads it.
     pub reader: u32,
-    /// Who wants bytes of it, as a number for [`Shares::audience`]. The reader is among them.
+    /// The ranks that want bytes of it, as a number for [`Shares::audience`]. The reader is among them.
     audience: u32,
 }
 
@@ -82,7 +80,7 @@ impl Parcel {
     }
 }
 
-/// DensePart of a want that lies in a range of the file: dense bytes.
+/// The part of a want that lies in one range of a file, as a range of the want's dense bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DensePart {
     /// Number of the want in its list.
@@ -91,37 +89,12 @@ pub struct DensePart {
     pub dense: Range<u64>,
 }
 
-/// How ranks find out whether to exchange what several of them want: they load the first bytes of it both ways, and see
-/// which takes longer for a byte. The first bytes of all tell nothing: threads and connections start, and rented storage is
-/// faster at first than it goes on. It may be so for longer than all of that takes, and then each rank for itself looks quicker
-/// than it is: such ranks look again, and again.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BothWays {
-    /// Numbers of the parcels that each rank reads for itself, as far as it wants them, before a time counts.
-    pub first: Range<u32>,
-    /// Numbers of the next ones, which one rank reads for all.
-    pub together: Range<u32>,
-    /// Numbers of those that follow, which again each rank reads for itself.
-    pub alone: Range<u32>,
-    /// Bytes of the three.
-    pub nbytes: [u64; 3],
-    /// Those after which the ranks look again, if they read for themselves: numbers of the parcels, and how many bytes.
-    pub looks: Vec<(Range<u32>, u64)>,
-}
-
-impl BothWays {
-    /// One past the last parcel that belongs to the trial or to a look.
-    pub(crate) fn end(&self) -> u32 {
-        self.looks.last().map_or(self.alone.end, |look| look.0.end)
-    }
-}
-
-/// Who reads what. See the module's documentation.
+/// The reader of each shared byte. See the module's documentation.
 #[derive(Debug, Clone)]
 pub struct Shares {
     /// In order of file and offset, apart from each other.
     parcels: Vec<Parcel>,
-    both_ways: Option<BothWays>,
+    steps: Vec<Range<u32>>,
     audiences: Vec<Box<[u32]>>,
     patterns: Patterns,
     lists: Vec<List>,
@@ -130,10 +103,12 @@ pub struct Shares {
 
 /// Bytes of a file that the same ranks want, or rows in which they want columns.
 #[derive(Clone)]
-struct Cell {
-    file: u32,
-    range: Range<u64>,
-    audience: u32,
+pub(crate) struct Cell {
+    pub(crate) file: u32,
+    pub(crate) range: Range<u64>,
+    pub(crate) audience: u32,
+    /// How many ranks its audience has.
+    pub(crate) ranks: u64,
 }
 
 impl Shares {
@@ -143,19 +118,19 @@ impl Shares {
     /// Those of [`Runs::of`]. `Limit` for slices that leave so many holes in one tensor that they would be 2^20 ranges.
     /// `Invalid` if a rank's list does not exist.
     pub fn new<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>) -> Result<Shares> {
-        Self::divided(checkpoint, party, 0)
+        Self::in_steps(checkpoint, party, |cells| vec![cells])
     }
 
-    /// The same, with the first bytes of what several ranks want, `tried` of them at most, set apart to be loaded both ways
-    /// ([`BothWays`]). Where ranks share no more than twice that, there is nothing to find out.
+    /// The same in steps, which the ranks take one after the other: `divide` cuts what several of them want. Every rank has its
+    /// part in each step. In the last one a rank reads less for others if it reads more for itself alone.
     ///
     /// # Errors
     /// Those of [`new`](Self::new).
-    pub fn with_trial<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
-        Self::divided(checkpoint, party, tried)
-    }
-
-    fn divided<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
+    pub(crate) fn in_steps<L: ListOfWants>(
+        checkpoint: &Checkpoint,
+        party: Party<'_, L>,
+        divide: impl FnOnce(Vec<Cell>) -> Vec<Vec<Cell>>,
+    ) -> Result<Shares> {
         party.check()?;
         let ranks_of = |list: usize| (0..).zip(party.of_rank).filter(move |r| *r.1 as usize == list).map(|r| r.0);
         let mut reading = Reading::new(checkpoint);
@@ -177,49 +152,17 @@ impl Shares {
         dividing.all_tensors(checkpoint)?;
         let Dividing { audiences, cells, alone, .. } = dividing;
         let of_rank = party.of_rank.to_vec();
-        let mut shares = Shares { parcels: Vec::new(), both_ways: None, audiences, patterns, lists, of_rank };
-        let total: u64 = cells.iter().map(|cell| cell.range.end - cell.range.start).sum();
-        if tried == 0 || total <= 2 * tried {
-            shares.cut(&cells, alone);
-            return Ok(shares);
-        }
-        // Read alone, a byte leaves the storage for each rank that wants it: both ways shall take about the same from there.
-        // But of few bytes a time says nothing, however many ranks read them.
-        let weight = |cell: &Cell| (shares.audiences[cell.audience as usize].len() as u64).min(6);
-        let nbytes = |cells: &[Cell]| cells.iter().map(|cell| cell.range.end - cell.range.start).sum::<u64>();
-        let (first, rest) = split(cells, tried / 4, weight, tried / 8);
-        // So many that the third step begins where storage has shown how fast it goes on.
-        let (second, rest) = split(rest, tried / 32 * 21, |_| 1, u64::MAX);
-        let (third, mut rest) = split(rest, tried / 4 * 3, weight, tried - nbytes(&first) - nbytes(&second));
-        let mut stretches = vec![first, second, third];
-        // Each is twice as long as the one before. After the last one there has to be something left to do otherwise.
-        for look in 0..LOOKS as u32 {
-            let (next, others) = split(rest.clone(), tried << look, weight, tried << look);
-            if next.is_empty() || nbytes(&others) < 2 * nbytes(&next) {
-                break;
-            }
-            stretches.push(next);
-            rest = others;
-        }
-        // Everybody shall have its part in each of them.
-        let none = vec![0; alone.len()];
-        let cut = |cells: Vec<Cell>| {
-            let (start, nbytes) = (shares.parcels.len() as u32, nbytes(&cells));
-            shares.cut(&cells, none.clone());
-            (start..shares.parcels.len() as u32, nbytes)
-        };
-        let mut stretches: Vec<(Range<u32>, u64)> = stretches.into_iter().map(cut).collect();
-        let looks = stretches.split_off(3);
-        shares.cut(&rest, alone);
-        let nbytes = [0, 1, 2].map(|step: usize| stretches[step].1);
-        let [first, together, alone] = [0, 1, 2].map(|step: usize| stretches[step].0.clone());
-        shares.both_ways = Some(BothWays { first, together, alone, nbytes, looks });
+        let mut shares = Shares { parcels: Vec::new(), steps: Vec::new(), audiences, patterns, lists, of_rank };
+        let (mut steps, nothing) = (divide(cells), vec![0; alone.len()]);
+        let last = steps.pop().unwrap_or_default();
+        steps.iter().for_each(|cells| shares.cut(cells, nothing.clone()));
+        shares.cut(&last, alone);
         Ok(shares)
     }
 
-    /// What is loaded both ways, if anything.
-    pub fn both_ways(&self) -> Option<&BothWays> {
-        self.both_ways.as_ref()
+    /// The numbers of the parcels of each step, in order. There is one step, except where the ranks try something.
+    pub fn steps(&self) -> &[Range<u32>] {
+        &self.steps
     }
 
     /// How many ranks there are.
@@ -227,12 +170,12 @@ impl Shares {
         self.of_rank.len()
     }
 
-    /// What is read by one rank for itself and others, in order of file and offset.
+    /// The ranges that one rank reads for itself and others, in order of file and offset.
     pub fn parcels(&self) -> &[Parcel] {
         &self.parcels
     }
 
-    /// Those of them that lie in one file.
+    /// The parcels with these numbers in one file.
     pub(crate) fn parcels_of(&self, file: u32, numbers: &Range<u32>) -> &[Parcel] {
         let parcels = &self.parcels[numbers.start as usize..numbers.end as usize];
         let from = parcels.partition_point(|parcel| parcel.file < file);
@@ -250,7 +193,7 @@ impl Shares {
         &self.audiences[number as usize]
     }
 
-    /// What a rank wants of a parcel: in the order in which it travels, which is that of the tensors, then of the wants.
+    /// The parts of a parcel that a rank wants, in the order in which they travel: by tensor, then by want.
     pub fn parts<'a>(
         &'a self,
         checkpoint: &Checkpoint,
@@ -275,16 +218,16 @@ impl Shares {
         runs
     }
 
-    /// Cuts the cells into parcels, and gives each a reader: the rank that has the fewest bytes to read so far. `to_read`: what
-    /// each reads alone.
+    /// Cuts the cells of a step into parcels, and gives each a reader: the rank that has the fewest bytes to read so far.
+    /// `to_read`: what each reads alone.
     fn cut(&mut self, cells: &[Cell], mut to_read: Vec<u64>) {
+        let first = self.parcels.len() as u32;
         for cell in cells {
             let audience = &self.audiences[cell.audience as usize];
             let len = cell.range.end - cell.range.start;
             // As many turns for each: of 1,024 turns for 1,000 ranks 24 ranks would have two, and send twice as much as the others.
-            let ranks = audience.len() as u64;
-            let rounds = len.div_ceil(ranks * TURN).max(1);
-            let turn = len.div_ceil(ranks * rounds).next_multiple_of(PAGE).clamp(LEAST_TURN, TURN);
+            let rounds = len.div_ceil(cell.ranks * TURN).max(1);
+            let turn = len.div_ceil(cell.ranks * rounds).next_multiple_of(PAGE).clamp(LEAST_TURN, TURN);
             let mut at = cell.range.start;
             while at < cell.range.end {
                 let end = (at / PAGE * PAGE + turn).min(cell.range.end);
@@ -298,6 +241,7 @@ impl Shares {
                 }
             }
         }
+        self.steps.push(first..self.parcels.len() as u32);
     }
 }
 
@@ -308,9 +252,9 @@ struct Dividing<'a> {
     /// How tensors are divided that are wanted in the same way.
     known: HashMap<Box<[WantedBy]>, Box<[Portion]>>,
     audiences: Vec<Box<[u32]>>,
-    /// Of each audience.
+    /// The number of each audience.
     numbers: HashMap<Box<[u32]>, u32>,
-    /// What several want, in order.
+    /// The ranges that several ranks want, in order.
     cells: Vec<Cell>,
     /// Bytes that each rank alone wants.
     alone: Vec<u64>,
@@ -321,7 +265,7 @@ struct Dividing<'a> {
 /// A want of a tensor: the number of its list, and its pattern.
 type WantedBy = (u32, u32);
 
-/// What becomes of a part of a tensor.
+/// A part of a tensor: for one rank, or shared.
 #[derive(Clone)]
 enum Portion {
     /// A rank wants so many bytes, which nobody else wants.
@@ -471,33 +415,12 @@ impl Dividing<'_> {
             {
                 last.range.end = last.range.end.max(range.end);
             }
-            _ => self.cells.push(Cell { file, range, audience }),
+            _ => {
+                let ranks = self.audiences[audience as usize].len() as u64;
+                self.cells.push(Cell { file, range, audience, ranks });
+            }
         }
     }
-}
-
-/// Divides cells at a page: the first ones are together `bytes`, each byte counted as often as `weight` says, or `most`
-/// bytes, whichever is less.
-fn split(cells: Vec<Cell>, bytes: u64, weight: impl Fn(&Cell) -> u64, most: u64) -> (Vec<Cell>, Vec<Cell>) {
-    let (mut first, mut rest, mut left, mut room) = (Vec::new(), Vec::new(), bytes, most);
-    for cell in cells {
-        let (len, each) = (cell.range.end - cell.range.start, weight(&cell));
-        let taken = (left / each).min(room);
-        if rest.is_empty() && len <= taken {
-            left -= len * each;
-            room -= len;
-            first.push(cell);
-            continue;
-        }
-        let at = cell.range.start + if rest.is_empty() { taken } else { 0 };
-        let at = (at / PAGE * PAGE).max(cell.range.start);
-        if at > cell.range.start {
-            first.push(Cell { range: cell.range.start..at, ..cell });
-        }
-        left = 0;
-        rest.push(Cell { range: at..cell.range.end, ..cell });
-    }
-    (first, rest)
 }
 
 /// The ranges of one tensor that hold all runs of these wants, without the holes that are worth skipping; `None` if there are

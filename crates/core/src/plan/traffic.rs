@@ -241,7 +241,7 @@ impl<'a> Counting<'a> {
 
     /// Extents of a rank that are no parcels.
     fn together(&self, shares: &Shares, rank: u32) -> Vec<Extent> {
-        let ranks = OneOfRanks { shares, rank };
+        let ranks = OneOfRanks::new(shares, rank);
         let mut all = Schedule::together(self.checkpoint, &self.layout, &self.files, &self.limits, &ranks).extents;
         all.retain(|e| e.shared.is_none());
         all

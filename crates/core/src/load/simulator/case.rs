@@ -169,7 +169,7 @@ impl<'a> Case<'a> {
         let limits =
             Limits { extent: options.extent, gap: options.least_gap(), scatter, direct_in_place: true, window: None };
         let schedule = |rank: u32| {
-            let ranks = OneOfRanks { shares: &shares, rank };
+            let ranks = OneOfRanks::new(&shares, rank);
             let layout = &layouts[of_rank[rank as usize] as usize];
             Arc::new(Schedule::together(checkpoint, layout, &files, &limits, &ranks))
         };

@@ -27,12 +27,21 @@ const SHORT_ROW: u64 = 256 * KIB;
 const JUMP: u64 = 16;
 
 /// One of several ranks that load a checkpoint together.
-#[derive(Clone, Copy)]
 pub struct OneOfRanks<'a> {
     /// The reads of all ranks.
     pub shares: &'a Shares,
     /// The rank whose schedule it is.
     pub rank: u32,
+    /// The sections of its schedule.
+    pub(crate) sections: Vec<Section>,
+}
+
+impl<'a> OneOfRanks<'a> {
+    /// A rank that exchanges everything that is shared.
+    pub fn new(shares: &'a Shares, rank: u32) -> Self {
+        let sections = vec![Section::whole(shares.parcels().len() as u32)];
+        Self { shares, rank, sections }
+    }
 }
 
 /// Whether rows of the file are wanted that are short, and not contiguous.
@@ -40,13 +49,26 @@ fn has_short_rows(runs: &Runs) -> bool {
     !runs.axes.is_empty() && runs.len < SHORT_ROW
 }
 
-/// The bytes that a rank reads for itself alone, by parcel numbers.
-pub(super) enum Alone {
-    All,
-    /// Bytes in none of these.
+/// A section of a schedule: it has an order of its own, and follows the sections before it.
+pub(crate) struct Section {
+    pub(crate) alone: Alone,
+    /// The numbers of the parcels that their readers send.
+    pub(crate) exchanged: Range<u32>,
+}
+
+/// The bytes that a rank reads for itself alone, by the numbers of parcels.
+pub(crate) enum Alone {
+    /// In none of these.
     Outside(Range<u32>),
-    /// Bytes in one of these.
+    /// In one of these.
     Inside(Range<u32>),
+}
+
+impl Section {
+    /// Everything, where ranks share so many parcels.
+    pub(crate) fn whole(parcels: u32) -> Section {
+        Section { alone: Alone::Outside(0..parcels), exchanged: 0..parcels }
+    }
 }
 
 /// A schedule that is being made.
@@ -69,8 +91,6 @@ pub(super) struct Making<'a> {
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     pub(super) scratch: Vec<Piece>,
     pub(super) ranks: Option<&'a OneOfRanks<'a>>,
-    /// The bytes this rank reads for itself alone.
-    pub(super) alone: Alone,
     /// Extents that were made.
     pub(super) made: u32,
     /// Whether bytes that arrive can be written to their places: memory of the host.
@@ -97,23 +117,22 @@ impl Making<'_> {
         }
     }
 
-    /// Appends extents: for what this rank reads for itself alone, and for the parcels with these numbers.
+    /// Appends the extents of a section.
     pub(super) fn section(
         &mut self,
         checkpoint: &Checkpoint,
         files: &[FileTraits],
         limits: &Limits,
-        (alone, exchanged): (Alone, Range<u32>),
+        section: &Section,
     ) {
-        let layout = self.layout;
+        let (layout, Section { alone, exchanged }) = (self.layout, section);
         let before = std::mem::take(&mut self.schedule.extents);
-        self.alone = alone;
         let (mut mapped, mut read, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         let by_file = std::mem::take(&mut self.by_file);
         for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
             let file = layout.files[wants[0] as usize];
             // There are many sections, and most lie in few files.
-            let among = match (&self.alone, self.ranks) {
+            let among = match (alone, self.ranks) {
                 (Alone::Inside(numbers), Some(ranks)) => match ranks.shares.parcels_of(file, numbers) {
                     [] => continue,
                     [only] => only.start..only.end,
@@ -141,11 +160,11 @@ impl Making<'_> {
             let start = mapped.first().map_or(0, |&w| layout.runs[w as usize].start);
             let end = mapped.iter().map(|&w| layout.runs[w as usize].end()).max().unwrap_or(0);
             if let Some(lane) = traits.way.mapping {
-                self.file(&Rules::mapped(file, lane, traits, limits, start..end), &mapped);
+                self.file(&Rules::mapped(file, lane, traits, limits, start..end), &mapped, alone);
             }
-            self.file(&Rules::read(file, traits, limits, size), &read);
+            self.file(&Rules::read(file, traits, limits, size), &read, alone);
             if let Some(gap) = traits.rows {
-                self.file(&Rules::rows(file, traits, limits, size, gap), &rows);
+                self.file(&Rules::rows(file, traits, limits, size, gap), &rows, alone);
             }
         }
         self.by_file = by_file;
@@ -156,30 +175,24 @@ impl Making<'_> {
         let own = std::mem::replace(&mut self.schedule.extents, before);
         if let Some(ranks) = self.ranks {
             // What comes from others is asked for first.
-            self.parcels(checkpoint, files, limits, ranks, exchanged, false);
+            self.parcels(checkpoint, files, limits, ranks, exchanged.clone(), false);
         }
         self.schedule.extents.extend(own);
     }
 
-    fn file(&mut self, rules: &Rules, wants: &[u32]) {
+    fn file(&mut self, rules: &Rules, wants: &[u32], alone: &Alone) {
         let layout = self.layout;
         let atoms =
             Atoms { runs: &layout.runs, wants: wants.iter().peekable(), gap: rules.gap, open: BinaryHeap::new() };
         let Some(ranks) = self.ranks else { return self.spans(rules, atoms) };
-        let mut alone = Vec::new();
-        match &self.alone {
-            Alone::All => alone.extend(atoms),
-            Alone::Outside(numbers) => {
-                let parcels = ranks.shares.parcels_of(rules.file, numbers);
-                atoms.for_each(|atom| outside(parcels, atom, |part| alone.push(part)));
-            }
-            Alone::Inside(numbers) => {
-                let parcels = ranks.shares.parcels_of(rules.file, numbers);
-                atoms.for_each(|atom| inside(parcels, atom, |part| alone.push(part)));
-            }
+        let mut parts = Vec::new();
+        let parcels = |numbers| ranks.shares.parcels_of(rules.file, numbers);
+        match alone {
+            Alone::Outside(numbers) => atoms.for_each(|atom| outside(parcels(numbers), atom, |part| parts.push(part))),
+            Alone::Inside(numbers) => atoms.for_each(|atom| inside(parcels(numbers), atom, |part| parts.push(part))),
         }
-        alone.sort_by_key(|atom| atom.start);
-        self.spans(rules, alone.into_iter());
+        parts.sort_by_key(|atom| atom.start);
+        self.spans(rules, parts.into_iter());
     }
 
     fn spans(&mut self, rules: &Rules, atoms: impl Iterator<Item = Atom>) {

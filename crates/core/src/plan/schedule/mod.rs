@@ -16,12 +16,11 @@ mod pieces;
 mod rules;
 
 pub use self::limits::{FileTraits, Limits};
+use self::making::Making;
 pub use self::making::OneOfRanks;
-use self::making::{Alone, Making};
+pub(crate) use self::making::{Alone, Section};
 pub use self::ordered::{Schedule, Totals};
-pub(crate) use self::ordered::{Sections, TwoWays};
 use super::layout::{BlockKind, Layout};
-use super::shares::BothWays;
 use super::want::Want;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{quoted, Checkpoint};
@@ -67,8 +66,7 @@ impl Schedule {
     }
 
     /// The same for one rank of several. What several want are parcels, which are extents of their own, in slabs: those that this
-    /// rank reads stand in the order with the rest. Those that others read come first (of a section, where the ranks find out
-    /// whether to exchange), in the lane of ranks.
+    /// rank reads stand in the order with the rest. Those that others read come first of their section, in the lane of ranks.
     pub fn together(
         checkpoint: &Checkpoint,
         layout: &Layout,
@@ -106,35 +104,15 @@ impl Schedule {
             carry: Vec::new(),
             scratch: Vec::new(),
             ranks,
-            alone: Alone::All,
             made: 0,
             into_memory: limits.scatter.is_some(),
         };
-        let all = ranks.map_or(0, |ranks| ranks.shares.parcels().len() as u32);
-        let Some(both) = ranks.and_then(|ranks| ranks.shares.both_ways()).cloned() else {
-            plan.section(checkpoint, files, limits, (Alone::Outside(0..all), 0..all));
-            return plan.schedule;
-        };
-        let past = both.end();
-        let BothWays { first, together, alone, looks, .. } = both;
-        let end = |plan: &Making<'_>| plan.schedule.extents.len();
-        plan.section(checkpoint, files, limits, (Alone::Inside(first), 0..0));
-        let mut sections = Sections { first: end(&plan), ..Sections::default() };
-        plan.section(checkpoint, files, limits, (Alone::Inside(0..0), together));
-        sections.together = end(&plan);
-        plan.section(checkpoint, files, limits, (Alone::Inside(alone), 0..0));
-        sections.alone = end(&plan);
-        let looks =
-            looks.into_iter().map(|(look, _)| [(Alone::Inside(0..0), look.clone()), (Alone::Inside(look), 0..0)]);
-        let last = [(Alone::Outside(0..all), past..all), (Alone::Outside(0..past), 0..0)];
-        for [exchanged, alone] in looks.chain([last]) {
-            let start = end(&plan);
-            plan.section(checkpoint, files, limits, exchanged);
-            let middle = end(&plan);
-            plan.section(checkpoint, files, limits, alone);
-            sections.rest.push(TwoWays { exchanged: start..middle, alone: middle..end(&plan) });
+        let whole = [Section::whole(0)];
+        for section in ranks.map_or(&whole[..], |ranks| &ranks.sections) {
+            let start = plan.schedule.extents.len();
+            plan.section(checkpoint, files, limits, section);
+            plan.schedule.sections.push(start..plan.schedule.extents.len());
         }
-        plan.schedule.sections = Some(sections);
         plan.schedule
     }
 }

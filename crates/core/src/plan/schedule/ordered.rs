@@ -21,30 +21,8 @@ pub struct Schedule {
     /// so that one read can land in several of them: all of a mapped file, and in private memory those whose distance is
     /// within the gap that is read.
     pub stretches: Vec<u32>,
-    /// Set if the load finds out what several ranks of it exchange.
-    pub(crate) sections: Option<Sections>,
-}
-
-/// The extents of a load that finds out whether to exchange what several ranks want ([`BothWays`](super::shares::BothWays)):
-/// what comes before a time counts, what is tried together, what is tried alone, then each stretch of the rest twice, with
-/// exchange and without. One of the two is left out. The stretches end where the ranks look again, and at the end of the load.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Sections {
-    /// One past the last extent of what comes before a time counts.
-    pub(crate) first: usize,
-    /// One past the last one of what is tried together.
-    pub(crate) together: usize,
-    /// One past the last one of what is tried alone.
-    pub(crate) alone: usize,
-    /// Of each stretch of the rest.
-    pub(crate) rest: Vec<TwoWays>,
-}
-
-/// The extents of a stretch.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct TwoWays {
-    pub(crate) exchanged: Range<usize>,
-    pub(crate) alone: Range<usize>,
+    /// The extents of each section, in order ([`Section`](super::Section)).
+    pub(crate) sections: Vec<Range<usize>>,
 }
 
 impl Schedule {
@@ -54,6 +32,9 @@ impl Schedule {
     /// and the next tensor must still find room. So nothing of another device comes between the extents of a tensor that
     /// began in an earlier stretch: such a tensor may fill the window alone.
     pub(super) fn sort(&mut self, layout: &Layout, files: &[FileTraits], in_file_order: bool, limits: &Limits) {
+        if self.extents.len() < 2 {
+            return;
+        }
         let mut rank = vec![0u32; layout.order.len()];
         for (at, &want) in (0..).zip(&layout.order) {
             rank[want as usize] = at;
@@ -137,7 +118,7 @@ impl Schedule {
     }
 }
 
-/// What a schedule reads, in sum.
+/// The reads of a schedule, in sum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Totals {
     /// Bytes and extents by lane.

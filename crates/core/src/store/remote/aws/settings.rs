@@ -26,7 +26,7 @@ pub struct S3Settings {
     pub session_token: Option<Secret>,
     /// The profile of AWS's configuration files.
     pub profile: Option<String>,
-    /// What gives the credentials of profiles that have more to them than keys.
+    /// Gives the credentials of profiles that have more to them than keys.
     pub profiles: Option<ProfileSource>,
 }
 

@@ -66,13 +66,13 @@ pub struct WebSettings {
     pub authorities: Option<PathBuf>,
     /// Whether the certificates of servers are checked.
     pub tls_verify: bool,
-    /// What is asked for credentials, instead of the places where the tools of a provider look.
+    /// Gives credentials, instead of the places where the tools of a provider look.
     pub credentials: Option<CredentialSource>,
     /// The network interfaces that connections of loads are bound to, in turn. None: as the system routes them.
     pub interfaces: Vec<String>,
     /// Most bytes that one load receives in a second, over all its connections.
     pub bandwidth: Option<u64>,
-    /// Which servers are reached through which proxy. `None`: none, or what the environment says where
+    /// The proxy of each server. `None`: none, or the environment's where
     /// [`Stores`](crate::store::Stores) makes the store.
     pub proxies: Option<Proxies>,
 }
