@@ -61,7 +61,7 @@ impl Lane {
         refused: Some(Lane::BUFFERED),
         ..Declared::named("direct")
     });
-    /// Answers of a server.
+    /// Answers of a server. Slabs are taken at arrival, so its source has [`land`](crate::source::Source::land).
     pub const NETWORK: Lane = Lane(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("network") });
     /// Bytes that another rank has read and sends.
     pub const RANK: Lane = Lane(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("rank") });
@@ -69,8 +69,14 @@ impl Lane {
     /// The lanes of this crate's own stores, in the order of reports.
     pub const ALL: [Lane; 5] = [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::RANK];
 
-    /// The lane of a store.
+    /// The lane of a store. A lane that takes its refused reads lands in the same kind of memory, takes slabs at the same time,
+    /// and scatters if this one does: a read has its place already.
     pub const fn new(declared: &'static Declared) -> Lane {
+        if let Some(Lane(next)) = declared.refused {
+            assert!(next.lands as u8 == declared.lands as u8, "a refused read lands elsewhere");
+            assert!(next.staging as u8 == declared.staging as u8, "a refused read has a slab, or waits for one");
+            assert!(next.scatters || !declared.scatters, "a refused read has several places");
+        }
         Lane(declared)
     }
 
@@ -90,8 +96,9 @@ impl Lane {
 pub struct FileLanes {
     /// Reads of any range.
     pub any: Lane,
-    /// The ranges that [`Objects::resident_within`](crate::store::Objects::resident_within) finds.
-    pub resident: Lane,
+    /// The ranges that [`Objects::resident_within`](crate::store::Objects::resident_within) finds: in the page cache, or in a copy
+    /// that the store has. Short ones come with the bytes around them.
+    pub near: Lane,
     /// Reads past the page cache, in whole units. `None`: there are none.
     pub past_cache: Option<Lane>,
     /// Pages that are mapped. `None`: mapping the file is not possible, or not safe. If a remote machine truncates or loses a
@@ -108,7 +115,7 @@ pub struct FileLanes {
 impl FileLanes {
     /// A file whose bytes all come by one lane, in reads of any range.
     pub const fn only(lane: Lane) -> FileLanes {
-        FileLanes { any: lane, resident: lane, past_cache: None, mapping: None, device: None, unit: None }
+        FileLanes { any: lane, near: lane, past_cache: None, mapping: None, device: None, unit: None }
     }
 }
 
@@ -158,7 +165,7 @@ impl ByLane {
 
     /// All lanes of [`Lane::ALL`], then the others that were used.
     pub fn iter(&self) -> impl Iterator<Item = (Lane, LaneTotals)> + '_ {
-        let others = self.0.iter().filter(|(lane, _)| !Lane::ALL.contains(lane));
+        let others = self.0.iter().filter(|(lane, _)| !Lane::ALL.iter().any(|known| known.name == lane.name));
         Lane::ALL.into_iter().map(|lane| (lane, self.of(lane))).chain(others.copied())
     }
 

@@ -22,6 +22,9 @@
 //! what is resident and on the [`Options`]. If the kernel refuses a lane, another replaces it during the load, and the
 //! [`Report`] says so.
 //!
+//! Another kind of storage is a [`Store`](store::Store), registered for a scheme ([`store::register`]);
+//! `docs/architecture.md` says how to add one.
+//!
 //! This crate knows neither Python nor any tensor library. It hands out addresses and keeps the memory behind them
 //! alive. It runs on Linux only.
 //!

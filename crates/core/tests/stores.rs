@@ -60,7 +60,8 @@ impl Model {
         let seen: Arc<Mutex<Seen>> = Arc::default();
         let theirs = seen.clone();
         let wrap = |inner, folder| Arc::new(Wrapped { inner, adds: adds(folder), seen: theirs }) as Arc<dyn Store>;
-        (Model::of(|_| (), wrap), seen)
+        // A copy takes slabs as the lane does that replaces it.
+        (Model::of(|server| server.staging = TakesSlab::AtRequest, wrap), seen)
     }
 
     fn of(change: impl FnOnce(&mut Server), wrap: impl FnOnce(Arc<dyn Store>, PathBuf) -> Arc<dyn Store>) -> Model {
@@ -326,6 +327,21 @@ fn what_lies_deeper_than_an_address_is_another_checkpoint() {
         let checkpoint = Checkpoint::open(&[format!("{scheme}://{address}")]).unwrap();
         assert!(checkpoint.find("a.3").is_some());
     }
+    let e = Checkpoint::open(&[format!("{scheme}://bucket")]).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::NotFound, "{e}");
+    assert!(e.to_string().contains(&format!("the store lists {scheme}://bucket/model/")), "{e}");
+}
+
+#[test]
+fn schemes_are_schemes_in_small_or_capital_letters() {
+    let model = Model::new(|_| ());
+    let store = || Arc::new(Toy(model.server.clone()));
+    for wrong in ["my_store", "", "1toy", "a/b"] {
+        let e = register(wrong, store()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Invalid, "{wrong:?}: {e}");
+    }
+    assert_eq!(register(&model.scheme.to_uppercase(), store()).unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(penstock::store::schemes().contains(&model.scheme));
 }
 
 #[test]

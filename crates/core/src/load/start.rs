@@ -228,6 +228,8 @@ fn assemble(
         }
         None => None,
     };
+    let lanes = schedule.extents.iter().map(|e| (e.file, e.lane));
+    source.check(lanes).map_err(|(file, e)| e.at(files.path(file)))?;
     let mut device = match stand_ins.device {
         Some(device) => Some(device),
         None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,

@@ -114,7 +114,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
             mapping: lanes.mapping.filter(|_| mapped),
             in_part: mapped && cold && !s.is_whole(),
             cold: on_device.unwrap_or_else(|| lane(past || !keep || tries, lanes.any)),
-            warm: lane(past, lanes.resident),
+            warm: lane(past, lanes.near),
             parts: lanes.any,
             through,
         }

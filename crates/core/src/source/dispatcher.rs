@@ -2,7 +2,7 @@
 //!
 //! Each source serves lanes of one store, or lanes that no store has (what comes from other ranks). A read goes to the
 //! source that serves its lane. If a source refuses it, it goes on in the lane that [`Declared::refused`] names, and so does
-//! every later read of that lane in that file; the report says why. A source that has both lanes may do that itself.
+//! every other read of that lane in that file; the report says why, once for each file and lane. A source that has both lanes may do that itself.
 //!
 //! Room is kept for each source, so that one that is full does not block the others.
 
@@ -56,8 +56,6 @@ pub(crate) struct Dispatcher {
     fallbacks: Vec<Fallback>,
     /// Reads that were given up while they waited, or refused for good.
     over: Vec<Progress>,
-    /// A read came in a lane that no source serves. `flush` says so.
-    unserved: Option<Error>,
     cancelled: bool,
     wake: Option<OwnedFd>,
 }
@@ -66,8 +64,8 @@ impl Dispatcher {
     /// A dispatcher for files in these stores, without a source.
     pub(crate) fn new(stores: Vec<usize>) -> Dispatcher {
         let (of_ticket, refused, fallbacks) = (HashMap::new(), HashSet::new(), Vec::new());
-        let (served, over, unserved, wake) = (Vec::new(), Vec::new(), None, None);
-        Dispatcher { served, stores, of_ticket, refused, fallbacks, over, unserved, cancelled: false, wake }
+        let (served, over, wake) = (Vec::new(), Vec::new(), None);
+        Dispatcher { served, stores, of_ticket, refused, fallbacks, over, cancelled: false, wake }
     }
 
     /// Adds a source: of the files of one store, or of all files.
@@ -90,43 +88,40 @@ impl Dispatcher {
     /// The source of a read, by its lane and the store of its file. One that names the lane comes before one that has all lanes
     /// of the store.
     fn source_of(&self, read: &Read) -> Option<usize> {
-        let store = self.stores.get(read.file as usize).copied().unwrap_or(0);
+        self.source_in(read.file, read.lane)
+    }
+
+    fn source_in(&self, file: u32, lane: Lane) -> Option<usize> {
+        let store = self.stores.get(file as usize).copied().unwrap_or(0);
         let has = |one: &Served| one.store.is_none_or(|has| has == store);
-        let named = self.served.iter().position(|one| has(one) && one.lanes.contains(&read.lane));
+        let named = self.served.iter().position(|one| has(one) && one.lanes.contains(&lane));
         named.or_else(|| self.served.iter().position(|one| has(one) && one.lanes.is_empty()))
     }
 
-    /// Sends a read to its source, or keeps it until that has room. Gives it back if too many wait there.
-    fn send(&mut self, mut read: Read) -> Result<(), Read> {
-        let asked = read.lane;
-        while let Some(next) = read.lane.refused.filter(|_| self.refused.contains(&(read.file, read.lane))) {
-            read.lane = next;
-        }
-        let Some(number) = self.source_of(&read) else {
-            let text = format!("no source serves the lane {}; please report this", read.lane.name);
-            let error = Error::new(ErrorKind::Internal, text);
-            self.over.push(Progress::Done(read.failed(error.clone())));
-            self.unserved = Some(error);
-            return Ok(());
-        };
-        let several = self.served.len() > 1;
-        let one = &mut self.served[number];
-        if one.waiting.len() >= WAITING {
-            read.lane = asked;
-            return Err(read);
-        }
-        if several {
-            self.of_ticket.insert(read.ticket, number);
-        }
-        match one.waiting.is_empty() {
-            true => {
-                if let Err(read) = one.source.submit(read) {
-                    one.waiting.push_back(read);
+    /// Makes sure that each of these lanes is served, with the lanes in place of it.
+    ///
+    /// # Errors
+    /// `Internal`, without a path: the number of the file comes with it.
+    pub(crate) fn check(&self, lanes: impl Iterator<Item = (u32, Lane)>) -> Result<(), (u32, Error)> {
+        let mut last = None;
+        for (file, lane) in lanes.filter(|pair| last.replace(*pair) != Some(*pair)) {
+            for lane in std::iter::successors(Some(lane), |lane| lane.refused) {
+                if self.source_in(file, lane).is_none() {
+                    let text = format!("no source of its store serves the lane {} (see Objects::sources)", lane.name);
+                    return Err((file, Error::new(ErrorKind::Internal, text)));
                 }
             }
-            false => one.waiting.push_back(read),
         }
         Ok(())
+    }
+
+    /// The lane in which a read goes now: that of the read, or the one in place of a refused one.
+    fn lane_of(&self, read: &Read) -> Lane {
+        let mut lane = read.lane;
+        while let Some(next) = lane.refused.filter(|_| self.refused.contains(&(read.file, lane))) {
+            lane = next;
+        }
+        lane
     }
 
     /// Sends what waits, as far as there is room now.
@@ -149,28 +144,63 @@ impl Dispatcher {
                 false => read.failed(cause),
             }));
         };
-        if self.refused.insert((read.file, read.lane)) {
-            let (from, to) = (read.lane.name, next.name);
+        let (file, lane) = (read.file, read.lane);
+        let mut moved = vec![read];
+        if self.refused.insert((file, lane)) {
+            let (from, to) = (lane.name, next.name);
             self.fallbacks.push(Fallback { from, to, reason: cause.to_string() });
+            for one in &mut self.served {
+                let of_it = |read: &Read| read.file == file && read.lane == lane;
+                let (these, others) = std::mem::take(&mut one.waiting).into_iter().partition::<VecDeque<_>, _>(of_it);
+                moved.extend(these);
+                one.waiting = others;
+            }
         }
-        if let Err(read) = self.send(Read { lane: next, ..read }) {
-            // It was in flight, so it counts as such until it is over.
-            if let Some(number) = self.source_of(&read) {
-                self.of_ticket.insert(read.ticket, number);
-                self.served[number].waiting.push_back(read);
+        for mut read in moved {
+            read.lane = self.lane_of(&read);
+            // It was taken already, so it waits however many do.
+            match self.source_of(&read) {
+                Some(number) => {
+                    self.of_ticket.insert(read.ticket, number);
+                    self.served[number].waiting.push_back(read);
+                }
+                None => self.over.push(Progress::Done(unserved(read))),
             }
         }
     }
 }
 
+/// The outcome of a read in a lane that nobody serves. [`Dispatcher::check`] finds those of a plan before the load.
+fn unserved(read: Read) -> Done {
+    let text = format!("no source of its store serves the lane {} (see Objects::sources)", read.lane.name);
+    read.failed(Error::new(ErrorKind::Internal, text))
+}
+
 impl Source for Dispatcher {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        self.send(read)
+        let asked = read.lane;
+        let read = Read { lane: self.lane_of(&read), ..read };
+        let Some(number) = self.source_of(&read) else {
+            self.over.push(Progress::Done(unserved(read)));
+            return Ok(());
+        };
+        let several = self.served.len() > 1;
+        let one = &mut self.served[number];
+        if one.waiting.len() >= WAITING {
+            return Err(Read { lane: asked, ..read });
+        }
+        if several {
+            self.of_ticket.insert(read.ticket, number);
+        }
+        let waits = !one.waiting.is_empty();
+        if let Err(read) = if waits { Err(read) } else { one.source.submit(read) } {
+            one.waiting.push_back(read);
+        }
+        Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
-        self.served.iter_mut().try_for_each(|one| one.source.flush())?;
-        self.unserved.take().map_or(Ok(()), Err)
+        self.served.iter_mut().try_for_each(|one| one.source.flush())
     }
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
@@ -442,17 +472,40 @@ mod tests {
         (0..4).for_each(|ticket| dispatcher.submit(by(COPY, ticket)).unwrap());
         refuses(&given[0]);
         refuses(&given[0]);
-        // The two that waited were sent before anybody knew.
+        // So do the two that waited for it.
         assert_eq!(poll(&mut dispatcher), [0; 0]);
-        assert_eq!((tickets(&given[0]), tickets(&given[1])), (vec![2, 3], vec![0, 1]));
+        assert_eq!((tickets(&given[0]), tickets(&given[1])), (vec![], vec![0, 1]));
         dispatcher.submit(by(COPY, 4)).unwrap();
-        ends(&given[1]);
-        assert_eq!((poll(&mut dispatcher), tickets(&given[1])), (vec![0], vec![1, 4]));
+        for (ended, then) in [(0, vec![1, 2]), (1, vec![2, 3]), (2, vec![3, 4])] {
+            ends(&given[1]);
+            assert_eq!((poll(&mut dispatcher), tickets(&given[1])), (vec![ended], then));
+        }
         let told = dispatcher.take_fallbacks();
         assert_eq!(told.len(), 1, "{told:?}");
         assert_eq!((told[0].from, told[0].to), ("copy", "server"));
         assert!(told[0].reason.contains("the copy is gone"));
-        assert_eq!(dispatcher.in_flight(), 4);
+        assert_eq!(dispatcher.in_flight(), 2);
+    }
+
+    #[test]
+    fn a_read_that_two_lanes_refuse_goes_on_in_the_third() {
+        const FIRST: Lane = Lane::new(&Declared { refused: Some(COPY), ..Declared::named("first") });
+        let (mut dispatcher, given) = lanes();
+        let first = add(&mut dispatcher, Some(0), &[FIRST], 2);
+        dispatcher.submit(by(COPY, 0)).unwrap();
+        refuses(&given[0]);
+        assert_eq!(poll(&mut dispatcher), [0; 0]);
+        let taken = (1..).take_while(|&ticket| dispatcher.submit(by(SERVER, ticket)).is_ok()).count() as u64;
+        dispatcher.submit(by(FIRST, 1000)).unwrap();
+        refuses(&first);
+        assert_eq!((poll(&mut dispatcher), tickets(&given[0])), (vec![], vec![]), "it passes over the refused lane");
+        let mut all = Vec::new();
+        while dispatcher.in_flight() > 0 {
+            let there = lock(&given[1]).reads.len();
+            (0..there).for_each(|_| ends(&given[1]));
+            all.extend(poll(&mut dispatcher));
+        }
+        assert_eq!(all, (0..=taken).chain([1000]).collect::<Vec<_>>());
     }
 
     #[test]
@@ -494,9 +547,10 @@ mod tests {
     #[test]
     fn a_lane_that_nobody_serves_is_an_error() {
         let (mut dispatcher, _given) = lanes();
+        assert!(dispatcher.check([(0, COPY), (0, RANKS)].into_iter()).is_ok());
+        let (file, e) = dispatcher.check([(0, COPY), (7, Lane::DIRECT)].into_iter()).unwrap_err();
+        assert_eq!((file, e.to_string().contains("direct")), (7, true), "{e}");
         dispatcher.submit(by(Lane::BUFFERED, 5)).unwrap();
-        let e = dispatcher.flush().unwrap_err();
-        assert!(e.to_string().contains("buffered"), "{e}");
         assert_eq!((poll(&mut dispatcher), dispatcher.in_flight()), (vec![5], 0));
     }
 }

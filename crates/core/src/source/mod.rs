@@ -34,13 +34,15 @@
 //! [`Progress::Arrived`] once, when the first byte of such a read is there, and receives no more of it before
 //! [`Source::land`] has given it a place. A read that fails needs no arrival.
 //!
-//! Three rules hold for every source. The conformance suite checks each source for them:
+//! Five rules hold for every source. The conformance suite checks each source for them:
 //! - every ticket comes back exactly once, also after `cancel`, and when an interface is refused while reads are in
 //!   flight;
 //! - memory (`Read::keep`) is released only when the kernel can no longer write to it. Dropping a source waits for its
 //!   reads, but not forever: what hangs is left behind with its memory and counted by [`quarantined`];
 //! - `wake` is readable when there is something to poll. It may be readable now and then without anything to poll, but
-//!   never steadily.
+//!   never steadily. After a `cancel` the caller polls without waiting for it;
+//! - a read has let go of its memory before its `Done` can be polled;
+//! - an error in `Done` has the path of the file and the byte range.
 
 mod dispatcher;
 mod fill;
@@ -187,7 +189,7 @@ pub enum Progress {
     /// Some bytes of a read that has its place are there, and it goes on. A source whose reads can take seconds reports it
     /// about once a second while bytes come; otherwise the load takes the read for stalled.
     Received(Ticket),
-    /// The source cannot bring this read in its lane. None of its bytes has arrived. The load sends it again in the lane that
+    /// The source cannot bring this read in its lane, and has reported nothing of it. The load sends it again in the lane that
     /// [`Declared::refused`](crate::extent::Declared::refused) names.
     Refused {
         /// The read.
@@ -291,8 +293,8 @@ impl Read {
         Done { ticket: self.ticket, result, lane: self.lane, written }
     }
 
-    /// The outcome of a read that nobody has performed.
-    fn failed(self, error: Error) -> Done {
+    /// The outcome of a read that nobody has performed. The error gets the range; the path is the caller's.
+    pub fn failed(self, error: Error) -> Done {
         let error = error.range(self.offset..self.offset + self.need);
         Done { ticket: self.ticket, result: Err(error), lane: self.lane, written: self.written }
     }
@@ -305,19 +307,20 @@ impl Read {
     }
 
     /// The same, without the file's name.
-    fn given_up(self) -> Done {
+    pub fn given_up(self) -> Done {
         self.failed(Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read"))
     }
 
     /// `got` bytes arrived and then the file ended.
-    fn ended(&self, got: u64) -> Result<u64> {
+    pub fn ended(&self, got: u64) -> Result<u64> {
         if got >= self.need {
             return Ok(got);
         }
         let text = format!(
-            "the file ends at byte {}, but its header promises more: it was cut short, perhaps by an interrupted \
+            "the file ends at byte {}{}, but its header promises more: it was cut short, perhaps by an interrupted \
              download or by a program that writes it again",
-            self.offset + got
+            self.offset + got,
+            if got == 0 { " or before" } else { "" }
         );
         Err(Error::new(ErrorKind::Truncated, text).with_values(self.offset + self.need, self.offset + got))
     }

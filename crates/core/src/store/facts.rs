@@ -21,7 +21,7 @@ pub enum FsKind {
     Local,
     /// A file system on remote storage, of another process (FUSE), or unknown: may stall, and is never mapped.
     Network,
-    /// No file system: a store that a scheme names. None of its bytes is in the page cache of this machine.
+    /// A store that a scheme names, wherever it has its bytes. None of them counts as in the page cache of this machine.
     Remote,
 }
 

@@ -110,10 +110,13 @@ impl fmt::Display for Location {
 
 /// The scheme of `scheme://...` (RFC 3986, 3.1: a letter, then letters, digits, `+`, `-` and `.`).
 fn scheme(text: &str) -> Option<&str> {
-    let (scheme, _) = text.split_once("://")?;
-    let mut letters = scheme.bytes();
+    text.split_once("://").map(|(scheme, _)| scheme).filter(|scheme| is_scheme(scheme))
+}
+
+pub(super) fn is_scheme(text: &str) -> bool {
+    let mut letters = text.bytes();
     let first = letters.next().is_some_and(|b| b.is_ascii_alphabetic());
-    (first && letters.all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))).then_some(scheme)
+    first && letters.all(|b| b.is_ascii_alphanumeric() || b"+-.".contains(&b))
 }
 
 /// Whether queries and users' names have a meaning in addresses of this scheme. Names of other stores may have any letter.

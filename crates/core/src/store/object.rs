@@ -83,9 +83,8 @@ impl std::ops::AddAssign for Traffic {
 /// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
 /// left behind. Where they wait for long, they ask [`still_wanted`](super::still_wanted). `objects` may not block.
 pub trait Store: Send + Sync + Debug {
-    /// The objects of a location: itself, or the objects under it whose names end in `.safetensors` or `.json`. Their
-    /// addresses begin with the given one, as it is spelled. The caller leaves out those that are not directly under
-    /// it.
+    /// The objects of a location: itself, or all objects under it. Their addresses begin with the given one, as it is spelled,
+    /// and a slash. The caller leaves out those that are not directly under it. A name that ends with a slash is a folder.
     ///
     /// # Errors
     /// `NotFound`, `Permission`, `Io`.
@@ -162,7 +161,8 @@ pub trait Objects: Send + Sync + Debug {
         None
     }
 
-    /// The sources of the files: each lane that `facts` names is served by one of them.
+    /// The sources of the files. Each lane that `facts` names is served by one of them, and so is the lane in place of it
+    /// ([`Declared::refused`](crate::extent::Declared::refused)).
     fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>>;
 }
 

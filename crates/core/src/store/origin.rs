@@ -97,7 +97,14 @@ impl Origin {
             let bare = name.strip_suffix('/').unwrap_or(name);
             (!bare.is_empty() && !bare.contains('/')).then(|| OsString::from(name))
         };
-        Ok(Some(listed.iter().filter_map(name).collect()))
+        let names: Vec<OsString> = listed.iter().filter_map(name).collect();
+        match listed.first() {
+            Some(other) if names.is_empty() => {
+                let text = format!("nothing lies directly under this address; the store lists {other}");
+                Err(Error::new(ErrorKind::NotFound, text).at(&self.location))
+            }
+            _ => Ok(Some(names)),
+        }
     }
 
     /// Its first `first` bytes, or all of a shorter one.

@@ -1,6 +1,6 @@
 //! The stores of the schemes of addresses.
 
-use super::location::Location;
+use super::location::{is_scheme, Location};
 use super::look::Look;
 use super::object::Store;
 #[cfg(feature = "remote")]
@@ -17,13 +17,17 @@ use std::sync::{Arc, PoisonError, RwLock};
 /// leave the child with a lock that nobody gives back.
 static STORES: RwLock<Vec<(String, Arc<dyn Store>)>> = RwLock::new(Vec::new());
 
-/// Has `store` asked about addresses that begin with `scheme://`.
+/// Has `store` asked about addresses that begin with `scheme://`, in small or capital letters.
 ///
 /// # Errors
-/// `Invalid` if the scheme has a store.
+/// `Invalid` if the scheme has a store, or is none: a letter, then letters, digits, `+`, `-` and `.`.
 pub fn register(scheme: &str, store: Arc<dyn Store>) -> Result<()> {
+    if !is_scheme(scheme) {
+        let text = format!("{scheme:?} is no scheme: a letter, then letters, digits, '+', '-' and '.'");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     let mut stores = STORES.write().unwrap_or_else(PoisonError::into_inner);
-    if stores.iter().any(|(known, _)| known == scheme) {
+    if stores.iter().any(|(known, _)| known.eq_ignore_ascii_case(scheme)) {
         return Err(Error::new(ErrorKind::Invalid, format!("there is a store for {scheme}:// already")));
     }
     stores.push((scheme.to_owned(), store));
@@ -76,7 +80,7 @@ impl Stores {
     /// The store for `scheme`, if there is one: a registered one before one of this crate.
     pub(crate) fn of(&self, scheme: &str) -> Option<Arc<dyn Store>> {
         let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
-        let found = stores.iter().find(|(known, _)| known == scheme).map(|(_, store)| store.clone());
+        let found = stores.iter().find(|(known, _)| known.eq_ignore_ascii_case(scheme)).map(|(_, store)| store.clone());
         found.or_else(|| self.built_in(scheme))
     }
 
@@ -111,7 +115,7 @@ impl Stores {
 /// The schemes of all addresses that there is a store for.
 pub fn schemes() -> Vec<String> {
     let stores = STORES.read().unwrap_or_else(PoisonError::into_inner);
-    let registered = stores.iter().map(|(scheme, _)| scheme.clone());
+    let registered = stores.iter().map(|(scheme, _)| scheme.to_ascii_lowercase());
     #[cfg(feature = "remote")]
     let registered = registered.chain(Provider::schemes().map(str::to_owned));
     registered.collect()

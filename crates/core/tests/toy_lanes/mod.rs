@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 
 /// Bytes of the copies on disk. What a copy lacks, or no longer has, comes from the server.
 pub(crate) const COPY: Lane =
-    Lane::new(&Declared { refused: Some(crate::toy_store::TOY), ..Declared::named("toy copy") });
+    Lane::new(&Declared { refused: Some(crate::toy_store::PROMPT), ..Declared::named("toy copy") });
 
 /// Reads that land on the toy device.
 pub(crate) const LANDS: Lane = Lane::new(&Declared { lands: Lands::Device, ..Declared::named("toy direct") });
@@ -101,7 +101,7 @@ impl Objects for WrappedObjects {
     fn facts(&self, file: u32) -> Result<Facts> {
         let facts = self.inner.facts(file)?;
         let lanes = match self.adds {
-            Adds::Copies(..) => FileLanes { resident: COPY, ..facts.lanes },
+            Adds::Copies(..) => FileLanes { near: COPY, ..facts.lanes },
             Adds::Landing => FileLanes { device: Some(LANDS), ..facts.lanes },
         };
         Ok(Facts { lanes, ..facts })

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// The lane of this store: no code of the library knows its name.
 pub(crate) const TOY: Lane = Lane::new(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("toy") });
 /// The same, where memory is taken before a read is sent.
-const PROMPT: Lane = Lane::new(&Declared::named("toy"));
+pub(crate) const PROMPT: Lane = Lane::new(&Declared::named("toy"));
 
 /// What goes wrong with a read, by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
