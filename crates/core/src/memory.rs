@@ -4,6 +4,9 @@
 //! pages (unless these turn out to be slow: `Arena::prepare`). Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages in which no other
 //! tensor of the arena lies. So a kept scalar pins 2 MiB and not the checkpoint, and a million tensors need one mapping
 //! (the kernel allows 65,530 by default).
+//!
+//! The timing of huge pages has constants of one virtual machine with two cores. `benches/copied.py` on virtual machines of
+//! other hosts can remove it: if huge pages take less than 1.5 ms there, only that host needs it. It has no switch of its own.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::{is_virtual_machine, page_size, thread_cpu, time_of};

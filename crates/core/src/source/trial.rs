@@ -11,6 +11,10 @@
 //! each takes its share of the disk for bytes that the other has read. So where pages turn up in the page cache that this
 //! load has not brought in, it keeps to the page cache, whatever the pace.
 //!
+//! The constants are from one virtual machine with two cores. `benches/copied.py --ways "no option,keep,bypass"` on other
+//! machines can remove this controller: if one way wins on all of them, it is the rule. `cache="keep"` and
+//! `cache="bypass"` switch it off.
+//!
 //! The trial stands before a source of files, and changes the lane of reads that go through the page cache. The source
 //! knows nothing of it.
 

@@ -1,4 +1,8 @@
 //! How many connections there are: more while more bring more, fewer when a server asks for less.
+//!
+//! The constants are from servers of one virtual machine, behind netem. `make bench-web` against real object stores can
+//! change or remove this controller: a fixed number would do if it is as fast there. `storage={"connections": N}` is the
+//! most; `connections` of 16 or less switch growth off.
 
 use std::time::{Duration, Instant};
 
