@@ -4,7 +4,7 @@
 //! adds the processor's time. So both are timed, on the file itself, with as many reads in flight as keep a disk busy.
 //! All loads of the process share the result for one storage.
 //!
-//! The number of reads and their sizes are from one virtual machine with two cores. `benches/replay.py` with columns on other
+//! The number of reads and their sizes are from one virtual machine with two cores. `benches/gap.py` on other
 //! disks can remove this controller: if one gap is within a tenth of the best on all of them, it is the rule. `gap=` with a
 //! number switches it off.
 
