@@ -320,15 +320,11 @@ fn assemble(
 /// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.
 /// Opening files of a mount that hangs, or asking for their state, cannot be interrupted.
 fn plan(
-    mut request: Request,
+    request: Request,
     files: &Arc<Storage>,
     among: Option<&Among>,
     go_on: impl FnMut() -> bool,
 ) -> Result<(Request, Planned)> {
-    if let (Some(_), Memory::Ours, Where::Cpu) = (among, &request.memory, request.device) {
-        // What comes from another rank cannot land in a mapping.
-        request.options.copy = Some(true);
-    }
     let ranks = among.map(|among| (among.shares.clone(), among.rank));
     let planned = move |request: Request, files: &Storage| {
         let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank, sections: sections(shares) });

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, Landing, Piece};
 use crate::format::Checkpoint;
 use crate::machine;
-use crate::options::{Cache, Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
+use crate::options::{Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
 use crate::rows;
 use crate::stats::{Report, Unwanted};
 use crate::store::{FsKind, Storage};
@@ -45,6 +45,7 @@ impl Planned {
         let into = match (memory, device) {
             (Memory::Into { .. }, Where::Cpu) => Goal::Tensors,
             (_, Where::Gpu(_)) => Goal::Gpu,
+            (_, Where::Cpu) if ranks.is_some() => Goal::SharedMemory,
             (_, Where::Cpu) => Goal::NewMemory,
         };
         routing::check(options, into)?;
@@ -64,13 +65,9 @@ impl Planned {
         }
         let survey = Survey::new(checkpoint, wants, &layout, files)?;
         let machine = Machine { memory_available: &machine::memory_available, cores: &machine::cores };
-        let mut routing = routing::route(&survey, into, options, &machine);
-        if routing.cold == Cold::Try && ranks.is_some_and(|ranks| ranks.sections.len() > 1) {
-            // One trial at a time: this one would time what ranks wait for each other. One may find what another has read.
-            let options = Options { cache: Cache::Keep, ..options.clone() };
-            routing = routing::route(&survey, into, &options, &machine);
-            routing.reason = "ranks try something else: whether to exchange what several of them want".to_owned();
-        }
+        // One trial at a time: that of the storage would time waiting for other ranks, and find pages that another has read.
+        let ranks_try = ranks.is_some_and(|ranks| ranks.sections.len() > 1);
+        let mut routing = routing::route(&survey, into, options, &machine, ranks_try);
         // These gaps are other ranks' bytes: do not read them.
         let among = ranks.is_some();
         routing.gap = among.then(|| options.least_gap());

@@ -26,6 +26,8 @@ const BUFFERED_DEPTH: usize = 8;
 pub(crate) enum Goal {
     /// New memory of this process, or the mapped files themselves.
     NewMemory,
+    /// New memory that other ranks send bytes to: it cannot be a mapping.
+    SharedMemory,
     /// Tensors on the CPU that exist.
     Tensors,
     /// A GPU.
@@ -45,8 +47,8 @@ pub(crate) fn is_private(options: &Options, into: Goal) -> bool {
     options.copy == Some(true) || into != Goal::NewMemory || !matches!(options.io, Io::Auto | Io::Mapped)
 }
 
-/// The ways of all files of `survey`.
-pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Machine<'_>) -> Routing {
+/// The ways of all files of `survey`. `ranks_try`: ranks find out whether to exchange what several of them want.
+pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Machine<'_>, ranks_try: bool) -> Routing {
     let private = is_private(options, into);
     let past = reads_past_the_cache(options.io);
     let found = || survey.files.iter().flatten();
@@ -78,7 +80,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     let remote = cacheable().next().is_none() && found().next().is_some();
     let (keep, reason) = match remote {
         true => (false, "all bytes come from servers".into()),
-        false => keep_in_cache(options, cold, copied, machine),
+        false => keep_in_cache(options, into, cold, copied, machine),
     };
     let sampled = cacheable().any(|s| s.sampled);
 
@@ -86,7 +88,13 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     // O_DIRECT. New memory: it depends on the storage.
     let fresh = private && into != Goal::Tensors;
     let either_way = sum(&|s| if mappable(s) && has_direct(s) { s.missing() } else { 0 }).min(wanted);
-    let tries = keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && either_way >= WORTH_A_TRIAL;
+    let may_try =
+        keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && either_way >= WORTH_A_TRIAL;
+    let tries = may_try && !ranks_try;
+    let reason = match may_try && ranks_try {
+        true => "ranks try something else: whether to exchange what several of them want".to_owned(),
+        false => reason,
+    };
 
     let what = match () {
         () if remote || !keep && (cold > 0 || past) => Cold::Bypass,
@@ -156,7 +164,7 @@ pub(crate) fn reads_past_the_cache(io: Io) -> bool {
 }
 
 /// Whether cold bytes stay in the page cache, and why. `copied` of them are copied, not mapped.
-fn keep_in_cache(options: &Options, cold: u64, copied: u64, machine: &Machine<'_>) -> (bool, String) {
+fn keep_in_cache(options: &Options, into: Goal, cold: u64, copied: u64, machine: &Machine<'_>) -> (bool, String) {
     match options.cache {
         Cache::Keep => (true, "asked for".into()),
         // Nothing is cold, so nothing enters the page cache and nothing is evicted.
@@ -166,7 +174,9 @@ fn keep_in_cache(options: &Options, cold: u64, copied: u64, machine: &Machine<'_
         Cache::Bypass => (false, "asked for".into()),
         Cache::Auto if reads_past_the_cache(options.io) => (false, "io= reads past the page cache".into()),
         Cache::Auto if options.io != Io::Auto => (true, "io= reads through the page cache".into()),
-        Cache::Auto if options.copy == Some(false) => (true, "copy=False asks for mapped files".into()),
+        Cache::Auto if options.copy == Some(false) && into != Goal::SharedMemory => {
+            (true, "copy=False asks for mapped files".into())
+        }
         // Private memory would take as much room, and the kernel could not take it back under memory pressure.
         Cache::Auto if copied == 0 => (true, format!("{} of cold bytes are mapped, not copied", size_text(cold))),
         Cache::Auto => {
@@ -187,6 +197,11 @@ fn keep_in_cache(options: &Options, cold: u64, copied: u64, machine: &Machine<'_
 pub(crate) fn check(options: &Options, into: Goal) -> Result<()> {
     let refuse = |text: &str| Err(Error::new(ErrorKind::Invalid, text));
     let own_cpu = into == Goal::NewMemory;
+    if options.io == Io::Mapped && into == Goal::SharedMemory {
+        return refuse(
+            "io=\"mapped\" gives the page cache itself as CPU tensors, and other ranks cannot send bytes to it",
+        );
+    }
     if options.io == Io::Mapped && !own_cpu {
         return refuse(
             "io=\"mapped\" gives the page cache itself as CPU tensors; it cannot fill a GPU or existing tensors",
@@ -195,7 +210,8 @@ pub(crate) fn check(options: &Options, into: Goal) -> Result<()> {
     if options.io == Io::Mapped && options.copy == Some(true) {
         return refuse("io=\"mapped\" and copy=True contradict each other");
     }
-    if options.copy == Some(false) && !matches!(options.io, Io::Auto | Io::Mapped) {
+    let insists = options.copy == Some(false) && into != Goal::SharedMemory;
+    if insists && !matches!(options.io, Io::Auto | Io::Mapped) {
         return refuse("copy=False asks for mapped files, but the io chosen reads into private memory");
     }
     if options.copy == Some(false) && own_cpu && options.cache == Cache::Bypass {

@@ -105,7 +105,7 @@ fn survey(files: &[File]) -> Survey {
 fn decide(files: &[File], into: Goal, options: &Options) -> Routing {
     check(options, into).unwrap();
     let machine = Machine { memory_available: &|| MEMORY, cores: &|| CORES };
-    route(&survey(files), into, options, &machine)
+    route(&survey(files), into, options, &machine, false)
 }
 
 /// The way in a few words.
@@ -247,7 +247,7 @@ fn the_machine_is_asked_only_where_its_answer_matters() {
     };
     let machine = Machine { memory_available: &|| ask(MEMORY), cores: &|| ask(8) as usize };
     // Resident pages that are mapped by the caller's own thread.
-    route(&survey(&[WARM]), Goal::NewMemory, &Options::default(), &machine);
+    route(&survey(&[WARM]), Goal::NewMemory, &Options::default(), &machine, false);
     assert_eq!(asked.get(), 0);
 }
 
@@ -329,4 +329,21 @@ proptest! {
         prop_assert!(options.cache != Cache::Keep || routing.cold != Cold::Bypass || remote);
         prop_assert!(!routing.here || routing.cold == Cold::None && routing.ways.iter().all(|way| way.is_mapped()));
     }
+}
+
+#[test]
+fn ranks_that_try_exchange_do_not_try_the_storage_too_and_their_memory_is_no_mapping() {
+    let machine = Machine { memory_available: &|| MEMORY, cores: &|| CORES };
+    let routed =
+        |options: &Options, ranks_try| route(&survey(&[DISK]), Goal::SharedMemory, options, &machine, ranks_try);
+    for copy in [None, Some(true), Some(false)] {
+        let options = Options { copy, ..Options::default() };
+        check(&options, Goal::SharedMemory).unwrap();
+        assert_eq!((routed(&options, false).cold, routed(&options, true).cold), (Cold::Try, Cold::Keep), "{copy:?}");
+        assert!(routed(&options, true).reason.starts_with("ranks try something else"));
+        assert!(!routed(&options, true).ways[0].is_mapped());
+        assert_eq!(routed(&options, true).ways[0].cold, Lane::BUFFERED);
+    }
+    let mapped = Options { io: Io::Mapped, ..Options::default() };
+    assert!(check(&mapped, Goal::SharedMemory).unwrap_err().to_string().contains("other ranks"));
 }
