@@ -260,8 +260,8 @@ def storage_settings() -> list[str]:
     """Names of the settings of `penstock.Storage`."""
 
 def storage_table() -> list[dict[str, Any]]:
-    """The entries of all settings, in their order: "name", "group" (of the documentation), "form", "texts" and "doc" as in
-    `option_table`, "default" (a number, or None)."""
+    """The entries of all settings, in their order: "name", "group" (of the documentation), "form", "texts" and "doc" as
+    in `option_table`, "default" (a number, or None)."""
 
 def head(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: dict[str, str] | None, *, layout: Layout, order: Order
@@ -675,9 +675,9 @@ def unwritable(spans: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """The address ranges (first byte, past the last) that cannot be written to, by number, and the reasons."""
 
 def option_table() -> list[dict[str, Any]]:
-    """The entries of all options, in their order: "name", "group", "form" (kind of values), "word" (for a value, on the command
-    line), "texts" (those of a choice), "default", "means" (what a default means that is no value of its own: 0 or ""),
-    "help" (for the command line), "doc" (for `help`, an empty line, for the documentation).
+    """The entries of all options, in their order: "name", "group", "form" (kind of values), "word" (for a value, on the
+    command line), "texts" (those of a choice), "default", "means" (what a default means that is no value of its own: 0
+    or ""), "help" (for the command line), "doc" (for `help`, an empty line, for the documentation).
     """
 
 def stall_timeout(value: float | None = None) -> float:
