@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
+import penstock
 import pytest
 from penstock import _core
 
@@ -50,3 +53,20 @@ def test_a_default_that_a_description_names_is_the_default(option):
         assert f"(default {default})" in said or f"{default} (the default)" in said
     else:
         assert option["form"] == "Choice" and option["default"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "says"),
+    [
+        ({"extent": 300_000_001}, ValueError, "extent=300000001: must be a multiple of 4096"),
+        ({"extent": 8193, "staging": 4096}, ValueError, "extent=8193: must be a multiple of 4096"),
+        ({"extent": 2 << 20, "staging": 3 << 20}, ValueError, "staging=3145728: must hold at least two extents"),
+        ({"stall_timeout": True}, TypeError, "stall_timeout must be a number of seconds"),
+        ({"stall_timeout": 1e-10}, ValueError, "must be a positive number of seconds"),
+        ({"stall_timeout": 0}, ValueError, "must be a positive number of seconds"),
+    ],
+)
+def test_the_limit_of_an_option_names_that_option(values: dict[str, Any], error: type[Exception], says: str):
+    with pytest.raises(error, match=says):
+        penstock.Options(**values)
+    assert pickle.loads(pickle.dumps(penstock.Options(stall_timeout=1e-9))).stall_timeout == 1e-9

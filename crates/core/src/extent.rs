@@ -76,6 +76,7 @@ impl Lane {
             assert!(next.lands as u8 == declared.lands as u8, "a refused read lands elsewhere");
             assert!(next.staging as u8 == declared.staging as u8, "a refused read has a slab, or waits for one");
             assert!(next.scatters || !declared.scatters, "a refused read has several places");
+            assert!(declared.whole_units || !next.whole_units, "a refused read begins and ends anywhere");
         }
         Lane(declared)
     }
@@ -116,6 +117,14 @@ impl FileLanes {
     /// A file whose bytes all come by one lane, in reads of any range.
     pub const fn only(lane: Lane) -> FileLanes {
         FileLanes { any: lane, near: lane, past_cache: None, mapping: None, device: None, unit: None }
+    }
+
+    /// Each lane lands in the kind of memory for which it stands here.
+    pub(crate) fn are_possible(&self) -> bool {
+        let host = [Some(self.any), Some(self.near), self.past_cache];
+        host.into_iter().flatten().all(|lane| lane.lands == Lands::Host)
+            && self.mapping.is_none_or(Lane::is_mapping)
+            && self.device.is_none_or(Lane::lands_on_device)
     }
 }
 
@@ -310,5 +319,30 @@ impl Piece {
     /// Bytes it copies.
     pub fn nbytes(&self) -> u64 {
         self.len * self.rows
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lane_stands_only_for_memory_in_which_it_lands() {
+        const ONTO: Lane = Lane::new(&Declared { lands: Lands::Device, ..Declared::named("onto") });
+        let files = FileLanes {
+            past_cache: Some(Lane::DIRECT),
+            mapping: Some(Lane::MAPPED),
+            ..FileLanes::only(Lane::BUFFERED)
+        };
+        assert!(files.are_possible() && FileLanes { device: Some(ONTO), ..files }.are_possible());
+        for wrong in [
+            FileLanes { mapping: Some(Lane::DIRECT), ..files },
+            FileLanes { device: Some(Lane::BUFFERED), ..files },
+            FileLanes { near: Lane::MAPPED, ..files },
+            FileLanes { past_cache: Some(ONTO), ..files },
+            FileLanes::only(ONTO),
+        ] {
+            assert!(!wrong.are_possible(), "{wrong:?}");
+        }
     }
 }

@@ -39,6 +39,11 @@ pub const SHARED_BLOCK: u64 = 32 * MIB;
 /// The longest extent. Many systems read 2 GiB at most in one call.
 pub const MOST_EXTENT: u64 = 1 << 30;
 
+/// An extent has so many bytes: whole pages.
+pub(crate) fn is_extent(nbytes: u64) -> bool {
+    (PAGE..=MOST_EXTENT).contains(&nbytes) && nbytes % PAGE == 0
+}
+
 /// The shortest extent that a store may declare: shorter reads cost every store more than they bring.
 pub const LEAST_EXTENT: u64 = 256 * KIB;
 

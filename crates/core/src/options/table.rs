@@ -5,8 +5,8 @@
 //! makes the field, the keyword and the environment variable `PENSTOCK_` with the name in capitals.
 //! `tools/option_docs.py` writes what type checkers and `docs/tuning.md` say of it.
 
+use super::{is_extent, GIB, LEAST_GAP, MIB, MOST_PINNING_THREADS};
 use super::{Bind, Cache, Exchanging, FileName, Form, Io, OptionValue, Order, Ports, Scope, Shown};
-use super::{GIB, LEAST_GAP, MIB, MOST_EXTENT, MOST_PINNING_THREADS};
 use std::time::Duration;
 
 /// Gives the table to a macro. An entry, in the order in which options are listed everywhere:
@@ -49,7 +49,7 @@ macro_rules! option_table {
                     u64 = 256 * MIB,
                     help: "the most staging memory of this process",
                     // An impossible extent is an error of its own
-                    limit: |o| o.extent > MOST_EXTENT || o.staging >= 2 * o.extent,
+                    limit: |o| !is_extent(o.extent) || o.staging >= 2 * o.extent,
                         format!("must hold at least two extents of {} bytes", o.extent),
                 }
 
@@ -83,7 +83,7 @@ macro_rules! option_table {
                 extent {
                     u64 = 4 * MIB,
                     help: "the most bytes of one read",
-                    limit: |o| (4096..=MOST_EXTENT).contains(&o.extent) && o.extent % 4096 == 0,
+                    limit: |o| is_extent(o.extent),
                         "must be a multiple of 4096 bytes, from 4096 to 1 GiB",
                 }
 

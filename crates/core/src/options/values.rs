@@ -101,7 +101,6 @@ values! {
     Option<u64>: SizeOrAuto, "SIZE", size_or_auto, |bytes| bytes.map_or(Shown::Text("auto".into()), Shown::Whole);
     u32: Count, "N", count, |number| Shown::Whole(u64::from(*number));
     Duration: Seconds, "SECONDS", seconds, |time| Shown::Seconds(time.as_secs_f64());
-    String: Text, "TEXT", |text: &str| Ok(text.to_owned()), |text| Shown::Text(text.into());
     FileName: File, "FILE", |text: &str| Ok(FileName(text.to_owned())), |name| Shown::Text((&name.0).into());
     Bind: Text, "PLACE", Bind::parse, |place| Shown::Text(place.to_string().into());
     Option<Ports>: Text, "FIRST-LAST",
@@ -331,7 +330,8 @@ fn count(text: &str) -> Result<u32, String> {
 
 fn seconds(text: &str) -> Result<Duration, String> {
     match text.trim().parse::<f64>() {
-        Ok(seconds) if seconds > 0.0 && seconds < 1e9 => Ok(Duration::from_secs_f64(seconds)),
+        // Less than a nanosecond is no time.
+        Ok(seconds) if seconds >= 1e-9 && seconds < 1e9 => Ok(Duration::from_secs_f64(seconds)),
         Ok(_) => Err("must be a positive number of seconds".into()),
         Err(_) => Err("must be a number of seconds".into()),
     }

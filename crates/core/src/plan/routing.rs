@@ -4,7 +4,7 @@
 use super::survey::{Survey, Surveyed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, TakesSlab};
-use crate::options::{size_text, Cache, Io, Options, MOST_EXTENT, PAGE};
+use crate::options::{is_extent, size_text, Cache, Io, Options};
 use crate::store::FsKind;
 use crate::way::{Cold, Routing, Through, Way, WORTH_A_TRIAL};
 
@@ -72,6 +72,12 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
             }
     };
 
+    // Files that ask for the page cache to be kept come through it.
+    let on_device = |s: &Surveyed| {
+        let kept = options.cache == Cache::Keep && s.facts.kind != FsKind::Remote;
+        s.facts.lanes.device.filter(|_| into == Goal::Gpu && options.io == Io::Auto && !kept)
+    };
+
     // A rank that wants an eighth of every tensor brings only that eighth into the page cache.
     let wanted = sum(&|s| s.wanted);
     let cold = sum(&Surveyed::missing).min(wanted);
@@ -87,7 +93,8 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
     // Existing tensors on the CPU: their pages are in use already, so a copy out of the page cache costs no more than
     // O_DIRECT. New memory: it depends on the storage.
     let fresh = private && into != Goal::Tensors;
-    let either_way = sum(&|s| if mappable(s) && has_direct(s) { s.missing() } else { 0 }).min(wanted);
+    let either_way = |s: &Surveyed| mappable(s) && has_direct(s) && on_device(s).is_none();
+    let either_way = sum(&|s| if either_way(s) { s.missing() } else { 0 }).min(wanted);
     let may_try =
         keep && fresh && options.cache == Cache::Auto && options.io == Io::Auto && either_way >= WORTH_A_TRIAL;
     let tries = may_try && !ranks_try;
@@ -107,7 +114,6 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
         let cold = s.missing() > 0 && mappable(s);
         let lanes = &s.facts.lanes;
         let lane = |past: bool, else_by: Lane| lanes.past_cache.filter(|_| past && has_direct(s)).unwrap_or(else_by);
-        let on_device = lanes.device.filter(|_| into == Goal::Gpu && options.io == Io::Auto);
         let through = match what {
             Cold::None => Through::Ahead,
             // On a local disk with O_DIRECT, such a load sends only resident bytes through the page cache.
@@ -121,7 +127,7 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
         Way {
             mapping: lanes.mapping.filter(|_| mapped),
             in_part: mapped && cold && !s.is_whole(),
-            cold: on_device.unwrap_or_else(|| lane(past || !keep || tries, lanes.any)),
+            cold: on_device(s).unwrap_or_else(|| lane(past || !keep || tries, lanes.any)),
             warm: lane(past, lanes.near),
             parts: lanes.any,
             through,
@@ -234,7 +240,7 @@ pub(crate) fn check(options: &Options, into: Goal) -> Result<()> {
         }
         _ => {}
     }
-    if !(PAGE..=MOST_EXTENT).contains(&options.extent) || options.extent % PAGE != 0 {
+    if !is_extent(options.extent) {
         return refuse("extent must be a multiple of 4096 bytes, from 4096 to 1 GiB");
     }
     if options.staging < 2 * options.extent {

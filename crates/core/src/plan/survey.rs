@@ -2,7 +2,7 @@
 
 use super::layout::{BlockKind, Layout};
 use super::want::Want;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::Checkpoint;
 use crate::store::{Facts, Storage};
 use std::ops::Range;
@@ -77,6 +77,10 @@ impl Survey {
                 continue;
             };
             let facts = files.facts(file)?;
+            if !facts.lanes.are_possible() {
+                let text = "the store gives this file a lane for memory in which that lane does not land";
+                return Err(Error::new(ErrorKind::Internal, text).at(files.path(file)));
+            }
             let found = files.resident_within(file, span.clone())?;
             survey.probes += u64::from(found.calls + found.samples);
             let (resident, sampled) = (found.ranges, found.samples > 0);

@@ -180,18 +180,21 @@ impl Source for Dispatcher {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
         let asked = read.lane;
         let read = Read { lane: self.lane_of(&read), ..read };
+        // `check` has seen the lanes of a plan: this is for reads without one.
         let Some(number) = self.source_of(&read) else {
             self.over.push(Progress::Done(unserved(read)));
             return Ok(());
         };
         let several = self.served.len() > 1;
         let one = &mut self.served[number];
+        if !several && one.waiting.is_empty() {
+            // Nobody else is blocked: its caller waits.
+            return one.source.submit(read).map_err(|read| Read { lane: asked, ..read });
+        }
         if one.waiting.len() >= WAITING {
             return Err(Read { lane: asked, ..read });
         }
-        if several {
-            self.of_ticket.insert(read.ticket, number);
-        }
+        self.of_ticket.insert(read.ticket, number);
         let waits = !one.waiting.is_empty();
         if let Err(read) = if waits { Err(read) } else { one.source.submit(read) } {
             one.waiting.push_back(read);

@@ -2,6 +2,7 @@
 
 use super::{epoll, watch, Destination, Done, Progress, Read, Source, Touches};
 use crate::error::{Error, Result};
+use crate::extent::Fence;
 use crate::fallback::Fallback;
 use crate::memory::Keep;
 use crate::store::Objects;
@@ -196,6 +197,10 @@ impl Source for Throttle {
 
     fn land(&mut self, ticket: super::Ticket, into: Destination, keep: Keep) -> Result<()> {
         self.inner.land(ticket, into, keep)
+    }
+
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
+        self.inner.wait_for(fence)
     }
 
     fn cancel(&mut self) {

@@ -21,7 +21,7 @@
 use super::threads::ReadAhead;
 use super::{Done, Progress, Read, Source, Touches};
 use crate::error::Result;
-use crate::extent::{Lane, Ticket};
+use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;
 use crate::machine::page_size;
 use crate::options::{GB, MIB};
@@ -139,6 +139,10 @@ impl Source for Trial {
 
     fn wake(&self) -> RawFd {
         self.inner.wake()
+    }
+
+    fn wait_for(&mut self, fence: Fence) -> Result<()> {
+        self.inner.wait_for(fence)
     }
 
     fn in_flight(&self) -> usize {

@@ -186,10 +186,11 @@ impl Making<'_> {
             Atoms { runs: &layout.runs, wants: wants.iter().peekable(), gap: rules.gap, open: BinaryHeap::new() };
         let Some(ranks) = self.ranks else { return self.spans(rules, atoms) };
         let mut parts = Vec::new();
-        let parcels = |numbers| ranks.shares.parcels_of(rules.file, numbers);
+        let (Alone::Outside(numbers) | Alone::Inside(numbers)) = alone;
+        let parcels = ranks.shares.parcels_of(rules.file, numbers);
         match alone {
-            Alone::Outside(numbers) => atoms.for_each(|atom| outside(parcels(numbers), atom, |part| parts.push(part))),
-            Alone::Inside(numbers) => atoms.for_each(|atom| inside(parcels(numbers), atom, |part| parts.push(part))),
+            Alone::Outside(_) => atoms.for_each(|atom| outside(parcels, atom, |part| parts.push(part))),
+            Alone::Inside(_) => atoms.for_each(|atom| inside(parcels, atom, |part| parts.push(part))),
         }
         parts.sort_by_key(|atom| atom.start);
         self.spans(rules, parts.into_iter());
