@@ -331,7 +331,7 @@ fn count(text: &str) -> Result<u32, String> {
 fn seconds(text: &str) -> Result<Duration, String> {
     match text.trim().parse::<f64>() {
         // Less than a nanosecond is no time.
-        Ok(seconds) if seconds >= 1e-9 && seconds < 1e9 => Ok(Duration::from_secs_f64(seconds)),
+        Ok(seconds) if (1e-9..1e9).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
         Ok(_) => Err("must be a positive number of seconds".into()),
         Err(_) => Err("must be a number of seconds".into()),
     }
