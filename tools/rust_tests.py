@@ -32,11 +32,12 @@ LIMIT = 900
 
 @dataclass(frozen=True)
 class Program:
-    """A test program and the folder that it runs in."""
+    """A test program, the folder that it runs in, and the folder of libraries that it needs beside the system's."""
 
     name: str
     path: str
     folder: str
+    libraries: str = ""
 
 
 @dataclass
@@ -62,13 +63,23 @@ def programs(arguments: list[str]) -> list[Program]:
         message = json.loads(line)
         if message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]:
             folder = str(Path(message["manifest_path"]).parent)
-            found.append(Program(message["target"]["name"], message["executable"], folder))
+            # The tests of a macro are linked to the standard library of the compiler that runs it
+            libraries = target_libraries() if "proc-macro" in message["target"]["kind"] else ""
+            found.append(Program(message["target"]["name"], message["executable"], folder, libraries))
     return sorted(found, key=lambda program: (program.name, program.path))
+
+
+def target_libraries() -> str:
+    """The folder of Rust's own libraries."""
+    command = ["rustc", "--print", "target-libdir"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def run(program: Program, *arguments: str) -> Outcome:
     """Runs tests of a program."""
     environment = {**os.environ, "CARGO_MANIFEST_DIR": program.folder}
+    if program.libraries:
+        environment["LD_LIBRARY_PATH"] = program.libraries
     begun = time.monotonic()
     try:
         done = subprocess.run(
