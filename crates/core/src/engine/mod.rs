@@ -194,7 +194,7 @@ impl<S> Engine<S> {
         }
     }
 
-    /// Whether the extent has arrived. Those that are left out never do.
+    /// The extent has arrived. An extent that is left out never arrives.
     pub(crate) fn has_brought(&self, extent: usize) -> bool {
         self.stages[extent] == Stage::Arrived
     }

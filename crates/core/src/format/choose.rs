@@ -89,7 +89,8 @@ pub(super) fn are_whole_beside(names: &[&str], index: &str) -> bool {
     }
 }
 
-/// The name before the ending of an index, and the variant inside the ending ("" if there is none).
+/// The two parts of an index's name: the stem, and the variant. `model.safetensors.index.fp16.json` gives `model` and
+/// `fp16`; without a variant the second part is empty.
 fn index_parts(name: &str) -> Option<(&str, &str)> {
     let (stem, rest) = name.strip_suffix(".json")?.split_once(".safetensors.index")?;
     match rest {

@@ -26,7 +26,7 @@ pub(super) struct Among {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Received {
     pub(super) parcels: usize,
-    /// Whether some of them need slabs.
+    /// At least one parcel needs a slab.
     pub(super) in_slabs: bool,
 }
 

@@ -47,7 +47,7 @@ pub(super) fn check_room(layout: &Layout, stretches: &[u32], routing: &Routing) 
     if wanted < WORTH_ASKING {
         return Ok(());
     }
-    // What lies between the blocks of a stretch is memory too.
+    // Gaps between the blocks of a stretch take memory too.
     let (wanted, _) = arena(layout, stretches, routing);
     let most = machine::memory_most();
     if wanted <= most {
@@ -62,7 +62,7 @@ pub(super) fn check_room(layout: &Layout, stretches: &[u32], routing: &Routing) 
     ))
 }
 
-/// Whether the block is private memory of this process: not a mapped file, and not the caller's.
+/// The block is private memory of this process. Mapped files and the caller's tensors are not.
 fn is_private(block: &BlockSpec, routing: &Routing) -> bool {
     match block.kind {
         BlockKind::Mirror { file, .. } => !routing.way(file).is_mapped(),
@@ -71,8 +71,8 @@ fn is_private(block: &BlockSpec, routing: &Routing) -> bool {
     }
 }
 
-/// The arena's length, and where in it each private block starts. Blocks start at pages. Those of a stretch lie as they lie
-/// in the file.
+/// The arena's length, and the start of each private block in it. A block starts at a page. The blocks of a stretch have
+/// the same distances as in the file.
 pub(super) fn arena(layout: &Layout, stretches: &[u32], routing: &Routing) -> (u64, Vec<Option<u64>>) {
     let from = |block: &BlockSpec| match block.kind {
         BlockKind::Mirror { start, .. } => start,

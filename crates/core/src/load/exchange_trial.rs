@@ -34,7 +34,7 @@ use std::sync::Arc;
 
 /// Bytes of the steps before the first look.
 pub const TRIED: u64 = 64 * MIB;
-/// Whether each of these steps is exchanged. All later ones may go either way.
+/// The way of the first three steps: `true` is exchanged, `false` is alone. Later steps may go either way.
 const WAYS: [bool; 3] = [false, true, false];
 const TOGETHER: usize = 1;
 const ALONE: usize = 2;
@@ -52,7 +52,7 @@ impl Shares {
     /// more than twice that, there is nothing to find out, and these are the shares of [`new`](Self::new).
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The same as for [`new`](Self::new).
     pub fn with_trial<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
         Self::in_steps(checkpoint, party, |cells| divided(cells, tried))
     }
@@ -63,15 +63,15 @@ fn divided(cells: Vec<Cell>, tried: u64) -> Vec<Vec<Cell>> {
     if tried == 0 || nbytes(&cells) <= 2 * tried {
         return vec![cells];
     }
-    // Read alone, a byte leaves the storage for each rank that wants it: both ways shall take about the same from there.
-    // But of few bytes a time says nothing, however many ranks read them.
+    // If each rank reads alone, a byte is read once per rank that wants it. So the steps alone get fewer bytes, and each way
+    // loads the storage about equally. The weight has a limit: a step of few bytes is too short to be timed.
     let weight = |cell: &Cell| cell.ranks.min(6);
     let (first, rest) = split(cells, tried / 4, weight, tried / 8);
-    // So many that step 2 begins where storage has shown how fast it goes on.
+    // Step 1 is long enough that storage has reached its lasting speed before step 2 begins.
     let (together, rest) = split(rest, tried / 32 * 21, |_| 1, u64::MAX);
     let (alone, mut rest) = split(rest, tried / 4 * 3, weight, tried - nbytes(&first) - nbytes(&together));
     let mut steps = vec![first, together, alone];
-    // Each look is twice as long as the one before. After the last one there has to be something left to do otherwise.
+    // Each look is twice as long as the one before. Enough bytes remain after the last look to make a change worth it.
     for look in 0..LOOKS {
         let (next, others) = split(rest.clone(), tried << look, weight, tried << look);
         if next.is_empty() || nbytes(&others) < 2 * nbytes(&next) {
@@ -150,14 +150,14 @@ pub(super) struct ExchangeTrial {
     nbytes: Vec<u64>,
     /// The unwanted bytes that each section reads.
     unwanted: Vec<Unwanted>,
-    /// For each step that has begun, whether it is exchanged.
+    /// The way of each step that has begun: `true` is exchanged.
     ways: Vec<bool>,
     /// For each step that is over, the longest time of a rank.
     times: Vec<Nanos>,
     /// When the step under way began, and how long it took this rank, if it is through.
     began: Nanos,
     mine: Option<Nanos>,
-    /// Whether the rest is exchanged, once that is decided.
+    /// The decision: `true` exchanges the remaining bytes. `None`: not yet.
     decided: Option<bool>,
 }
 
@@ -224,8 +224,8 @@ impl ExchangeTrial {
         self.ways.push(exchanged);
     }
 
-    /// Tells the report what was found. If the load has ended before, the report has the unwanted bytes of a load that exchanges
-    /// whatever it can.
+    /// Writes the result into the report. Before a decision, the report has the unwanted bytes of a load that exchanges all
+    /// it can.
     pub(super) fn tell(&self, report: &mut Report) {
         let ways = if self.decided.is_some() { &self.ways[..] } else { &WAYS[..] };
         let read = (0..=self.nbytes.len()).map(|step| section(step, *ways.get(step).unwrap_or(&true)));
@@ -241,7 +241,7 @@ impl ExchangeTrial {
     }
 }
 
-/// Whether the rest is exchanged, after steps that took the ranks so long; `None` if another step has to be timed first.
+/// The decision after steps of these times: `true` exchanges the remaining bytes. `None`: time another step first.
 fn decided(times: &[Nanos], nbytes: &[u64]) -> Option<bool> {
     let last = times.len().checked_sub(1).filter(|last| *last >= ALONE)?;
     let is_slower = |step| pace(TOGETHER, times, nbytes) <= pace(step, times, nbytes);

@@ -12,9 +12,9 @@ use std::time::Duration;
 /// Gives the table to a macro. An entry, in the order in which options are listed everywhere:
 ///
 /// - its description for `help(penstock.Options)`; behind an empty line that for the table in `docs/tuning.md`;
-/// - name, type and default. `means` says what a default means that is no value of its own: 0, or an empty text;
+/// - name, type and default. `means` explains a default such as 0 or an empty text;
 /// - `help`: the line of the command line, which adds the default;
-/// - `limit`: whether the value is possible, and what it must be. Without it all values of the type are.
+/// - `limit`: a test of the value, and the text of the error. Without it all values of the type are possible.
 ///
 /// The descriptions of a choice do not list its texts: the type does.
 #[macro_export]
@@ -180,7 +180,7 @@ macro_rules! option_table {
     };
 }
 
-/// Checks the value of an option; the error says what it must be.
+/// Checks the value of an option. The error names the limit.
 type Limit = fn(&Options) -> Result<(), String>;
 
 /// One option, as the table has it.
@@ -270,10 +270,10 @@ macro_rules! options {
 option_table!(options);
 
 impl Options {
-    /// Whether all values are possible.
+    /// Checks the value of every option.
     ///
     /// # Errors
-    /// The first option that is not, its value, and what it must be.
+    /// The first option with an impossible value: its name, the value, and the limit.
     pub fn check(&self) -> Result<(), String> {
         TABLE.iter().try_for_each(|row| {
             let checked = row.limit.map_or(Ok(()), |limit| limit(self));

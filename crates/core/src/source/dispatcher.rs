@@ -2,7 +2,8 @@
 //!
 //! Each source serves lanes of one store, or lanes that no store has (what comes from other ranks). A read goes to the
 //! source that serves its lane. If a source refuses it, it goes on in the lane that [`Declared::refused`] names, and so does
-//! every other read of that lane in that file; the report says why, once for each file and lane. A source that has both lanes may do that itself.
+//! every other read of that lane in that file. The report says why, once for each file and lane. A source that has both lanes
+//! may do that itself.
 //!
 //! Room is kept for each source, so that one that is full does not block the others.
 
@@ -21,7 +22,7 @@ const WAITING: usize = 64;
 
 /// A source of a store, and the lanes that it serves.
 pub struct LaneSource {
-    /// The lanes. None is named: all lanes of its store.
+    /// The lanes. An empty list stands for all lanes of its store.
     pub lanes: Vec<Lane>,
     /// The source.
     pub source: Box<dyn Source>,
@@ -71,7 +72,7 @@ impl Dispatcher {
     /// Adds a source: of the files of one store, or of all files.
     ///
     /// # Errors
-    /// What the kernel says if it gives no epoll set.
+    /// The kernel's, if it gives no epoll set.
     pub(crate) fn add(&mut self, store: Option<usize>, LaneSource { lanes, source }: LaneSource) -> Result<()> {
         if let (None, [first]) = (&self.wake, &self.served[..]) {
             let wake = epoll()?;
@@ -124,7 +125,7 @@ impl Dispatcher {
         lane
     }
 
-    /// Sends what waits, as far as there is room now.
+    /// Sends waiting reads, as far as there is room now.
     fn send_waiting(&mut self) {
         for one in &mut self.served {
             while let Some(read) = one.waiting.pop_front() {

@@ -31,7 +31,7 @@ struct Idle {
 /// Most idle streams of a context: so many loads at a time find one.
 const IDLE_STREAMS: usize = 8;
 
-/// Most idle events of a context: those of a load with slabs of 4 MiB, four times.
+/// Most idle events of a context: four times as many as a load with slabs of 4 MiB needs.
 const IDLE_EVENTS: usize = 256;
 
 impl SharedContext {
@@ -111,8 +111,8 @@ impl SharedContext {
         idle.map_or_else(|| api.create_stream(), Ok)
     }
 
-    /// Takes a stream back from its owner. `quiet`: all that was queued on it has ended, without an error. Otherwise the
-    /// driver destroys it behind what is queued.
+    /// Takes a stream back from its owner. `quiet`: all its work has ended, without an error. Otherwise the driver destroys
+    /// it after that work.
     pub(in crate::device) fn give_stream(&self, api: &Current<'_>, stream: Stream, quiet: bool) {
         let mut idle = self.idle();
         if quiet && idle.streams.len() < IDLE_STREAMS {
@@ -142,7 +142,7 @@ impl SharedContext {
         }
     }
 
-    /// Whether this is the process that made it, and not a child of that.
+    /// This process made the context. A forked child did not.
     pub(in crate::device) fn is_of_this_process(&self) -> bool {
         self.pid == std::process::id()
     }
@@ -170,7 +170,7 @@ pub(super) fn drop_idle() {
     }
 }
 
-/// Whether this process has used a driver, and not only a parent of it.
+/// This process itself has used a driver. A forked child starts as one that has not.
 pub(super) fn is_used_here() -> bool {
     USED_BY.load(Ordering::SeqCst) == std::process::id()
 }

@@ -44,7 +44,7 @@ impl<'a> OneOfRanks<'a> {
     }
 }
 
-/// Whether rows of the file are wanted that are short, and not contiguous.
+/// The want has several rows, and they are short.
 fn has_short_rows(runs: &Runs) -> bool {
     !runs.axes.is_empty() && runs.len < SHORT_ROW
 }
@@ -93,12 +93,12 @@ pub(super) struct Making<'a> {
     pub(super) ranks: Option<&'a OneOfRanks<'a>>,
     /// Extents that were made.
     pub(super) made: u32,
-    /// Whether bytes that arrive can be written to their places: memory of the host.
+    /// The destination is memory of the host, so a read can write to it.
     pub(super) into_memory: bool,
 }
 
 impl Making<'_> {
-    /// Whether what `gather` has collected goes to memory that is contiguous, and of the same dtype.
+    /// All gathered pieces go to contiguous memory of the same dtype.
     pub(super) fn is_dense(&self) -> bool {
         self.scratch.iter().all(|piece| self.layout.strides_of(piece.want).is_none())
     }

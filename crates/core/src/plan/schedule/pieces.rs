@@ -108,7 +108,7 @@ impl Sums {
         }
     }
 
-    /// Whether `piece` makes the extent too full. `before` is the state without the piece.
+    /// The reason to stop before `piece`, if it makes the extent too full. `before` is the state without the piece.
     pub(super) fn excess(
         &self,
         rules: &Rules,

@@ -31,10 +31,10 @@ pub(super) struct Rules {
     pub(super) parts: Lane,
     /// Sorted, disjoint, on whole units, none of them shorter than [`RESIDENT`].
     pub(super) resident: Vec<Range<u64>>,
-    /// Whether the page cache holds all that is wanted (mapped files only).
+    /// The page cache holds all wanted bytes (mapped files only).
     pub(super) all_resident: bool,
     pub(super) scatter: Option<u64>,
-    /// Whether mirror blocks are read in place. Their padding is only one page.
+    /// Mirror blocks are read in place. Their padding is only one page.
     pub(super) in_place: bool,
     /// Set if rows are read one by one: the longest gap that is read.
     pub(super) rows: Option<u64>,
