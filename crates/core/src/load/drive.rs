@@ -327,8 +327,10 @@ impl Driver {
                     self.engine.on(now, Event::Arrived(ticket));
                     continue;
                 }
-                // The dispatcher has sent it again.
-                source::Progress::Refused { .. } => continue,
+                // The dispatcher has sent it again. If none did, it has failed.
+                source::Progress::Refused { read, cause } => {
+                    Done { ticket: read.ticket, result: Err(cause), lane: read.lane, written: read.written }
+                }
                 source::Progress::Received(ticket) => {
                     self.engine.on(now, Event::Received(ticket));
                     continue;

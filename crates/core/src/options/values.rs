@@ -129,7 +129,7 @@ macro_rules! spelled {
     };
 }
 
-/// How bytes travel.
+/// The way of reading.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Io {
     /// Chosen per extent from file system, residency, device and cache policy.
@@ -169,15 +169,15 @@ pub enum Cache {
 
 spelled!(Cache: "WHAT"; Auto = "auto", Keep = "keep", Bypass = "bypass");
 
-/// Whether ranks that load together exchange what several of them want.
+/// The choice of ranks that load together: one reads shared bytes for all, or each reads them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Exchanging {
     /// They try both ways, and go on in the quicker one.
     #[default]
     Auto,
-    /// One reads it and sends it to the others.
+    /// One rank reads a shared byte and sends it to the others.
     On,
-    /// Each reads what it wants.
+    /// Each rank reads all bytes that it wants.
     Off,
 }
 
@@ -237,10 +237,10 @@ impl fmt::Display for Ports {
     }
 }
 
-/// Where a rank listens for the others, and what they are told to reach.
+/// The address at which a rank listens, and which the other ranks reach.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Bind {
-    /// The address at which the rendezvous store is reached from.
+    /// The address from which this rank reaches the rendezvous store.
     #[default]
     Chosen,
     /// An address of this machine.
@@ -296,7 +296,7 @@ impl fmt::Display for Bind {
     }
 }
 
-/// In which order tensors are read and handed out.
+/// The order in which tensors are read and handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Order {
     /// As they stand in the files.
@@ -304,7 +304,7 @@ pub enum Order {
     File,
     /// Grouped by layer (the first number in the name); within a group in the order of the files.
     Layer,
-    /// As they are asked for: in the order of the wants. Of a save, that of its tensors, as `File`.
+    /// The order of the wants. For a save: the order of its tensors, as `File`.
     Asked,
 }
 
