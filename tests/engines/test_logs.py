@@ -103,7 +103,7 @@ def told(log: str, engine: str, head: str, model: Path, server: str, metrics: Pa
         progress = [event for event in mine if event["event"] == "progress"]
         assert len(progress) >= 2
         assert {event["total"] for event in progress} == {slow["bytes"]}
-    # The last load of each rank is logged as text: one line at its end. On a busy machine lines of its progress come too
+    # The last load of each rank is logged as text: one line at its end. On a busy machine its progress is told too
     texts = [line for line in lines if "penstock: load" in line and not re.search(r", rank \d: .* of .* after ", line)]
     assert len(texts) == RANKS
     assert all(
