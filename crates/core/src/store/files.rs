@@ -33,7 +33,7 @@ pub struct Files {
     files: Vec<File>,
     open: Mutex<Vec<Open>>,
     most_open: usize,
-    /// Those to the file system. Using a file counts as an answer.
+    /// Questions to the file system. Each use of a file counts as an answer.
     pub(super) questions: Questions,
     opens: AtomicU64,
     most_per_call: AtomicU64,
