@@ -22,7 +22,8 @@
 //! what is resident and on the [`Options`]. If the kernel refuses a lane, another replaces it during the load, and the
 //! [`Report`] says so.
 //!
-//! Another kind of storage is a [`Store`](store::Store), registered for a scheme ([`store::register`]);
+//! Another kind of storage is a [`Store`](store::Store), registered for a scheme ([`store::register`]). It may wrap another one,
+//! or that of files of this machine ([`store::local`]);
 //! `docs/architecture.md` says how to add one.
 //!
 //! This crate knows neither Python nor any tensor library. It hands out addresses and keeps the memory behind them

@@ -5,13 +5,14 @@
 mod toy_device;
 mod toy_lanes;
 mod toy_store;
+mod toy_wrapper;
 
 use penstock::device::Fence;
 use penstock::error::ErrorKind;
 use penstock::extent::{ByLane, Lane, TakesSlab};
 use penstock::format::{contents, names_in};
-use penstock::options::{Cache, Options};
-use penstock::store::{register, Store, Stores};
+use penstock::options::{Cache, Io, Options};
+use penstock::store::{facts_at, local, register, Location, Store, Stores};
 use penstock::{Checkpoint, Load, Memory, Next, Request, Want, Where};
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -21,6 +22,7 @@ use std::time::{Duration, Instant};
 use toy_device::{pointer, ToyDevice};
 use toy_lanes::{Adds, Seen, Wrapped, COPY, LANDS};
 use toy_store::{Contents, Fault, Server, Toy, TOY};
+use toy_wrapper::Counted;
 
 const KIB: u64 = 1 << 10;
 
@@ -556,4 +558,86 @@ fn one_load_reads_from_several_stores_and_from_files() {
     let request = Request { checkpoint: checkpoint.clone(), ..one.request(Want::all(&checkpoint), false) };
     let e = Load::start(request).and_then(|load| load.wait(None)).unwrap_err();
     assert_eq!((e.kind(), e.path().and_then(|p| p.to_str())), (ErrorKind::Io, Some(&*sources[1])), "{e}");
+}
+
+#[test]
+fn one_wrapper_serves_files_of_this_machine_and_a_server() {
+    let model = Model::new(|_| ());
+    // On a disk, which has O_DIRECT; /tmp may be memory.
+    let disk = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for file in std::fs::read_dir(model.folder.path()).unwrap().map(Result::unwrap) {
+        std::fs::copy(file.path(), disk.path().join(file.file_name())).unwrap();
+    }
+    let (files, server) = (format!("{}files", model.scheme), format!("{}server", model.scheme));
+    let folder = disk.path().file_name().unwrap().to_str().unwrap();
+    let (on_disk, on_server) = (format!("{files}://{folder}"), format!("{server}://model"));
+    let of_files = Counted::register(&files, local(), Location::Path(disk.path().parent().unwrap().into()));
+    let bucket = Location::Url(format!("{}://bucket", model.scheme));
+    let of_server = Counted::register(&server, Arc::new(Toy(model.server.clone())), bucket);
+    let load = |sources: &[String], io| {
+        let checkpoint = Arc::new(Checkpoint::open(sources).unwrap());
+        let request = Request { checkpoint: checkpoint.clone(), ..model.request(Want::all(&checkpoint), false) };
+        let load = Load::start(Request { options: Options { io, ..request.options.clone() }, ..request }).unwrap();
+        load.wait(None).unwrap();
+        model.check(&load);
+        assert_eq!(load.report().fallbacks.len(), 0, "{:?}", load.report().fallbacks);
+        load
+    };
+
+    // A folder with an index and two files is listed, read and opened once: the second header is long, so it is read on.
+    drop(Checkpoint::open(&[&on_disk]).unwrap());
+    let opened =
+        |counts: &toy_wrapper::Counts| std::mem::take(&mut *counts.lock().unwrap()).into_iter().collect::<Vec<_>>();
+    let expected = [("content", 1), ("entries", 1), ("open", 2), ("read on", 2)];
+    assert_eq!(opened(&of_files), expected);
+    drop(Checkpoint::open(&[&on_server]).unwrap());
+    assert_eq!(opened(&of_server), expected);
+
+    // Each lane of files of this machine, and the server's.
+    let direct = facts_at(&disk.path().join("model-2.safetensors")).unwrap().lanes.past_cache;
+    for (io, lane) in [(Io::Mapped, Some(Lane::MAPPED)), (Io::Buffered, Some(Lane::BUFFERED)), (Io::Direct, direct)] {
+        let Some(lane) = lane else { continue };
+        let load = load(std::slice::from_ref(&on_disk), io);
+        let report = load.report();
+        assert!(bytes_by(&load, lane) >= report.nbytes, "{io:?}: {:?}", report.routes);
+        assert_eq!(of_files.lock().unwrap()[lane.name], report.routes.of(lane).extents, "{io:?}");
+        // Its own, without a wrapper, does the same.
+        let plain = Load::start(Request {
+            checkpoint: Arc::new(Checkpoint::open(&[disk.path()]).unwrap()),
+            options: Options { io, ..model.request(Vec::new(), false).options },
+            ..model.request(load.wants().to_vec(), false)
+        });
+        let plain = plain.unwrap();
+        plain.wait(None).unwrap();
+        assert_eq!((plain.layout(), plain.report().routes), (load.layout(), report.routes), "{io:?}");
+    }
+    let served = load(std::slice::from_ref(&on_server), Io::Auto);
+    assert_eq!(bytes_by(&served, TOY), served.report().nbytes + served.report().unwanted.gap);
+    assert_eq!(of_server.lock().unwrap()[TOY.name], model.server.reads.load(Ordering::Relaxed));
+
+    // Both, and a file without a wrapper, in one load.
+    let without = disk.path().join("model-2.safetensors").to_str().unwrap().to_owned();
+    for second in [format!("{on_server}/model-2.safetensors"), without] {
+        load(&[format!("{on_disk}/model-1.safetensors"), second], Io::Auto);
+    }
+
+    // The file is the same by any name, and so is what becomes of it.
+    let by_both = |name: &str| {
+        [format!("{on_disk}/{name}"), disk.path().join(name).to_str().unwrap().to_owned()]
+            .map(|source| Checkpoint::open(&[source]))
+    };
+    let [wrapped, plain] = by_both("model-1.safetensors").map(Result::unwrap);
+    assert_eq!((wrapped.identity(), wrapped.samples().unwrap()), (plain.identity(), plain.samples().unwrap()));
+    assert_eq!(wrapped.files()[0].header_bytes().unwrap(), plain.files()[0].header_bytes().unwrap());
+    for name in ["model-3.safetensors", "", "README.md"] {
+        let [wrapped, plain] = by_both(name).map(|opened| opened.map(drop).map_err(|e| e.kind()));
+        assert_eq!(wrapped, plain, "{name:?}");
+    }
+    let request = Request { checkpoint: Arc::new(wrapped), ..model.request(Vec::new(), false) };
+    let wants = Want::all(&request.checkpoint);
+    let changed = disk.path().join("model-1.safetensors");
+    std::fs::OpenOptions::new().append(true).open(&changed).unwrap().set_len(8 << 20).unwrap();
+    assert_eq!(plain.files()[0].header_bytes().unwrap_err().kind(), ErrorKind::Changed);
+    let e = Load::start(Request { wants, ..request }).and_then(|load| load.wait(None)).unwrap_err();
+    assert_eq!((e.kind(), e.path()), (ErrorKind::Changed, Some(&*changed)), "{e}");
 }

@@ -1,8 +1,8 @@
 //! A checkpoint: shard files and the tensors in them.
 
 use super::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
-use crate::store::{identity, samples, Files, Location, Look, Object, Opened, Storage, Store, Version};
+use crate::error::Result;
+use crate::store::{identity, local_files, samples, Files, Location, Look, Object, Storage, Store, Version};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
@@ -36,8 +36,8 @@ pub struct ShardFile {
     pub spelled: Location,
     /// Where it is: an absolute path, because a program may change its directory between opening and loading, or an address.
     pub location: Location,
-    /// The store that has it, as it was opened; `None`: it is on this machine.
-    pub(crate) store: Option<Arc<dyn Store>>,
+    /// The store that has it, as it was opened.
+    pub(crate) store: Arc<dyn Store>,
     /// Its size in bytes.
     pub size: u64,
     /// Its version when it was opened. Every load compares it again.
@@ -53,10 +53,8 @@ pub struct ShardFile {
 }
 
 impl ShardFile {
-    fn in_store(&self) -> Result<(&Arc<dyn Store>, Object)> {
-        let local = || Error::new(ErrorKind::Unsupported, "this is a file of this machine").at(&self.spelled);
-        let store = self.store.as_ref().ok_or_else(local)?;
-        Ok((store, Object { location: self.location.clone(), size: self.size, version: self.version.clone() }))
+    fn object(&self) -> Object {
+        Object { location: self.location.clone(), size: self.size, version: self.version.clone() }
     }
 
     /// The steps and times of a request to the store for it, `times` times at most. Blocks.
@@ -64,17 +62,15 @@ impl ShardFile {
     /// # Errors
     /// Those of [`Store::look`], and `Unsupported` for a file of this machine.
     pub fn look(&self, times: usize) -> Result<Look> {
-        let (store, object) = self.in_store()?;
-        store.look(&object.location, times)
+        self.store.look(&self.location, times).map_err(|e| e.at(&self.spelled))
     }
 
     /// Its header once more: all bytes before its tensors, of the version that was opened. Blocks.
     ///
     /// # Errors
-    /// Those of [`Store::read`], and `Unsupported` for a file of this machine.
+    /// Those of [`Store::read`].
     pub fn header_bytes(&self) -> Result<Vec<u8>> {
-        let (store, object) = self.in_store()?;
-        store.read(&object, 0..self.data_start)
+        self.store.read(&self.object(), 0..self.data_start)
     }
 }
 
@@ -178,19 +174,16 @@ impl Checkpoint {
         hash
     }
 
-    fn opened(&self) -> impl Iterator<Item = Opened<'_>> {
-        self.files.iter().map(|file| (&file.location, file.size, file.data_start, &file.version))
-    }
-
     /// A number that tells the versions of all files apart; and whether it does so on every machine: each has inodes of
     /// its own.
     pub fn identity(&self) -> (u64, bool) {
-        identity(self.opened())
+        identity(self.files.iter().map(|f| (f.size, &f.version)))
     }
 
     /// For each file a text that tells its versions apart: on every machine for objects of stores, on this one for files.
     pub fn versions(&self) -> Vec<String> {
-        self.opened().map(|file| identity(std::iter::once(file))).map(|(found, _)| format!("{found:016x}")).collect()
+        let of = |f: &ShardFile| identity(std::iter::once((f.size, &f.version))).0;
+        self.files.iter().map(|file| format!("{:016x}", of(file))).collect()
     }
 
     /// For each file a number of what some of its pages hold, or of the validator that its store has: the same wherever the
@@ -199,7 +192,7 @@ impl Checkpoint {
     /// # Errors
     /// What the file system says.
     pub fn samples(&self) -> Result<Vec<u64>> {
-        samples(self.opened())
+        samples(self.files.iter().map(|f| (&*f.store, f.object(), f.data_start)))
     }
 
     /// Numbers of the tensors that have bytes in `range` of a file.
@@ -218,7 +211,7 @@ impl Checkpoint {
 
     /// The shard files, to be read from; nothing is opened yet.
     pub(crate) fn storage(&self) -> Result<Storage> {
-        Storage::new(self.files.iter().map(|f| (&f.location, f.size, &f.version, f.store.as_ref())))
+        Storage::new(self.files.iter().map(|f| (f.object(), &f.store)))
     }
 
     /// The files of this machine among them, for what works on files only. Their numbers are those of the checkpoint.
@@ -226,7 +219,7 @@ impl Checkpoint {
     /// # Errors
     /// `Unsupported` if a file is in a store of a scheme.
     pub fn local_files(&self) -> Result<Files> {
-        Files::at(self.files.iter().map(|f| (&f.location, &f.version)))
+        local_files(self.files.iter().map(|f| Some(f.object())))
     }
 
     /// The path or address of file number `file`, as text for people.

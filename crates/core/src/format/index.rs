@@ -3,7 +3,7 @@
 use super::checkpoint::Seeded;
 use super::header::{offset_of, quoted, without_position, Ignored};
 use super::natural::natural;
-use super::shard::{self, FIRST_READ};
+use super::shard;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::{Origin, Watch};
@@ -41,7 +41,7 @@ impl Index {
     }
 
     fn load(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Index> {
-        let bytes = origin.content(FIRST_READ, MAX_INDEX, watch, Self::check_size)?;
+        let bytes = origin.content(MAX_INDEX, watch, &Self::check_size)?;
         // From here on, only the parse takes time.
         Self::of(&bytes, hasher, watch)
     }

@@ -36,7 +36,7 @@ pub(super) fn read_all<T: Send>(
     }
     let left = files.len();
     // Learning the number of cores takes twenty system calls.
-    let threads = match files.iter().any(|file| file.store().is_some()) {
+    let threads = match files.iter().any(|file| file.store().is_distant()) {
         true => left.min(ASKED_AT_ONCE),
         false if left > IN_FLIGHT => left.min(machine::cores().max(IN_FLIGHT)),
         false => left,
@@ -239,7 +239,7 @@ pub(super) fn merge(
                 slot.insert(value.clone());
             }
         }
-        if origin.store().is_some() && matches!(shard.version, Version::Weak(_)) {
+        if matches!(shard.version, Version::Weak(_)) {
             checkpoint.warnings.push(format!(
                 "{}: its server gives no strong ETag, so another content of the same size and date would not be noticed",
                 origin.location()
@@ -248,7 +248,7 @@ pub(super) fn merge(
         checkpoint.files.push(ShardFile {
             location: origin.location().absolute(),
             spelled: origin.location().clone(),
-            store: origin.store().cloned(),
+            store: origin.store().clone(),
             size: shard.size,
             version: shard.version,
             data_start: shard.data_start,

@@ -4,11 +4,11 @@
 use super::checkpoint::Seeded;
 use super::header::{self, Header, MAX_HEADER};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Location, Origin, Version, Watch};
+use crate::store::{Head, Location, Origin, Version, Watch};
 
 /// Bytes of the first read. Headers of dense models fit in it (a tensor takes about 100 bytes, so it holds about 600
 /// tensors). On every storage measured, smaller reads cost the same.
-pub(super) const FIRST_READ: u64 = 64 * 1024;
+const FIRST_READ: u64 = 64 * 1024;
 
 /// A shard file's header and facts about the file; the descriptor is closed again.
 pub(super) struct Shard {
@@ -25,13 +25,12 @@ pub(super) fn open(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Sh
 }
 
 fn read(origin: &Origin, hasher: &Seeded, watch: &Watch) -> Result<Shard> {
-    let mut head = origin.head(FIRST_READ, watch)?;
-    let size = head.size();
-    let data_start = data_start(head.bytes(), size)?;
+    let mut open = origin.open(FIRST_READ, watch)?;
+    let data_start = data_start(&open.head.bytes, open.head.size)?;
     watch.afford(data_start)?;
-    head.read_until(data_start)?;
+    open.read_until(data_start)?;
     // From here on, only the parse takes time.
-    let (version, bytes) = head.close();
+    let Head { bytes, size, version } = open.close();
     let header = header::parse(&bytes[8..data_start as usize], data_start, size, hasher)?;
     Ok(Shard { header, size, version, data_start, header_read: bytes.len() as u64 })
 }

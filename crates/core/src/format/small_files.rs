@@ -8,9 +8,6 @@ use crate::store::{Origin, Stores};
 use std::ffi::{OsStr, OsString};
 use std::time::Duration;
 
-/// Bytes of a local file that are read before its size is looked at.
-const FIRST_READ: u64 = 64 * 1024;
-
 /// The names of what lies directly in the folder, or under the address, `place`. With `folders`, those of folders in a store
 /// are among them, and end with a slash. `stall` and `go_on` as in
 /// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
@@ -58,7 +55,7 @@ pub fn contents<P: AsRef<OsStr>>(
         ))
     };
     let all = move |watch: &_| {
-        let content = |file: &Origin| file.content(FIRST_READ, most, watch, check).map_err(|e| e.at(file.location()));
+        let content = |file: &Origin| file.content(most, watch, &check).map_err(|e| e.at(file.location()));
         read_all(&files, watch, content)
     };
     open_detached(all, stall, go_on)

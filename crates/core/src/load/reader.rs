@@ -11,7 +11,7 @@ use crate::format::Checkpoint;
 use crate::memory::{Buffer, View};
 use crate::options::{Cache, Io, Options, LEAST_GAP, MIB};
 use crate::plan::want::{Runs, Want};
-use crate::store::{Ahead, FileRange, FsKind, Kept};
+use crate::store::{Ahead, FileRange, FsKind, Kept, Objects, Questions};
 use crate::sync::Mutex;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, OnceLock, TryLockError};
@@ -175,7 +175,8 @@ impl Reader {
         let found = if asking.files().are_known_local() {
             here(ask)?
         } else {
-            let progress = || asking.files().asking().map_or(u64::MAX, |(answers, _)| answers);
+            let progress =
+                || asking.files().questions().and_then(Questions::asking).map_or(u64::MAX, |(answers, _)| answers);
             let path = || asking.files().path(file);
             detached(ask, Some(self.options.stall_timeout), progress, go_on).map_err(|e| match e.path() {
                 None => e.at(path()),

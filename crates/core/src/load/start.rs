@@ -27,7 +27,7 @@ use crate::plan::Planned;
 use crate::source::{Dispatcher, LaneSource, Source, SourceRequest};
 use crate::staging::Ring;
 use crate::stats::{AmongRanks, Tally};
-use crate::store::{patiently, DiskUse, Files, Storage};
+use crate::store::{patiently, DiskUse, Objects, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
 use crate::way::Cold;
@@ -39,7 +39,7 @@ use std::sync::Arc;
 const MOST_WORKERS: usize = 16;
 
 /// Wraps a source.
-type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
+type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>> + 'a>;
 
 /// Replacements of tests for the request's own device and source.
 #[derive(Default)]
@@ -87,7 +87,7 @@ impl Load {
     #[cfg(any(test, feature = "testing"))]
     pub fn start_through(
         request: Request,
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         start(request, StandIns { decorate: Some(Box::new(decorate)), ..StandIns::default() }, || true)
     }
@@ -97,7 +97,7 @@ impl Load {
     pub fn start_together_through(
         request: Request,
         together: Together,
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         let (together, decorate): (_, Option<Decorate<'_>>) = (Some(together), Some(Box::new(decorate)));
         start(request, StandIns { together, decorate, ..StandIns::default() }, || true)
@@ -107,7 +107,7 @@ impl Load {
     #[cfg(any(test, feature = "testing"))]
     pub fn start_late(
         request: Request,
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         let stand_ins = StandIns { decorate: Some(Box::new(decorate)), late: true, ..StandIns::default() };
         start(request, stand_ins, || true)
@@ -118,7 +118,7 @@ impl Load {
     pub fn start_on_volumes(
         request: Request,
         storage: &[u64],
-        decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
+        decorate: impl FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
         let stand_ins = StandIns { decorate: Some(Box::new(decorate)), storage, ..StandIns::default() };
         start(request, stand_ins, || true)
@@ -172,7 +172,7 @@ fn assemble(
         None => files,
     });
     #[cfg(any(test, feature = "testing"))]
-    (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.local().pretend_storage(file, *storage))?;
+    (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.first().pretend_storage(file, *storage))?;
     let (request, mut plan, ours) = planned_and_mapped(request, &files, among.as_ref(), go_on)?;
     #[cfg(any(test, feature = "testing"))]
     if stand_ins.late {
@@ -216,7 +216,7 @@ fn assemble(
     let asked = SourceRequest { timeline: timeline.clone(), ..SourceRequest::new(options.io, routing.clone()) };
     let mut source = files.source(&asked)?;
     if let Some(decorate) = stand_ins.decorate {
-        let decorated = decorate(Box::new(source), files.local())?;
+        let decorated = decorate(Box::new(source), files.first())?;
         source = Dispatcher::new(Vec::new());
         source.add(Some(0), LaneSource { lanes: Vec::new(), source: decorated })?;
     }

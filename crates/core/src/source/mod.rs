@@ -24,7 +24,7 @@
 //!     // Here a real caller waits with poll(2) until `source.wake()` is readable, among other things.
 //!     source.poll(&mut events)?;
 //! }
-//! files.verify_unchanged()
+//! files.verify_file(0)
 //! # }
 //! ```
 //!

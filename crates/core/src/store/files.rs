@@ -3,14 +3,12 @@
 
 use super::facts::{errors_write_nothing, facts_of, Facts, FsKind};
 use super::known_disks;
-use super::location::Location;
 use super::pread::MOST_PER_CALL;
-use super::read_cost::{self, Sample};
+use super::questions::Questions;
 use super::residency::{resident, Residency};
 use super::stat::{identity_of, statx};
-use super::version::{Identity, Version};
+use super::version::Identity;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::FileLanes;
 use crate::options::PAGE;
 use crate::sync::{lock, Mutex};
 use std::ffi::CString;
@@ -19,7 +17,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 /// Descriptors kept open at once. A checkpoint with more shards reads each of them for a moment only.
@@ -35,7 +33,8 @@ pub struct Files {
     files: Vec<File>,
     open: Mutex<Vec<Open>>,
     most_open: usize,
-    clock: AtomicU64,
+    /// Questions to the file system. Each use of a file counts as an answer.
+    pub(super) questions: Questions,
     opens: AtomicU64,
     most_per_call: AtomicU64,
 }
@@ -45,11 +44,6 @@ struct File {
     path: PathBuf,
     identity: Identity,
     facts: OnceLock<Facts>,
-    touched: AtomicBool,
-    /// The kernel has refused to map it.
-    unmappable: AtomicBool,
-    /// Threads that are asking the file system about it.
-    asking: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -61,41 +55,17 @@ struct Open {
 }
 
 impl Files {
-    /// The files at these locations, each of the version that it must still have; nothing is opened yet.
-    ///
-    /// # Errors
-    /// `Unsupported` if one is in a store of a scheme.
-    pub(crate) fn at<'a>(files: impl Iterator<Item = (&'a Location, &'a Version)>) -> Result<Files> {
-        let file = |(location, version): (&Location, &Version)| match (location, version) {
-            (Location::Path(path), Version::Inode(identity)) => Ok((path.clone(), *identity)),
-            _ => {
-                let text = "this works with files of this machine only";
-                Err(Error::new(ErrorKind::Unsupported, text).at(location))
-            }
-        };
-        Ok(Files::new(files.map(file).collect::<Result<Vec<_>>>()?))
-    }
-
     /// Files by absolute path, each with the identity that it must still have; nothing is opened yet.
     pub fn new(files: impl IntoIterator<Item = (PathBuf, Identity)>) -> Files {
-        let files = files
-            .into_iter()
-            .map(|(path, identity)| File {
-                path,
-                identity,
-                facts: OnceLock::new(),
-                touched: AtomicBool::new(false),
-                unmappable: AtomicBool::new(false),
-                asking: AtomicU32::new(0),
-            })
-            .collect();
+        let file = |(path, identity)| File { path, identity, facts: OnceLock::new() };
+        let files: Vec<File> = files.into_iter().map(file).collect();
         // A quarter of the limit: the rest of the process needs descriptors too.
         let most_open = (descriptor_limit() / 4).clamp(8, MOST_OPEN) as usize;
         Files {
+            questions: Questions::of(files.len()),
             files,
             open: Mutex::default(),
             most_open,
-            clock: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             most_per_call: AtomicU64::new(MOST_PER_CALL),
         }
@@ -141,14 +111,6 @@ impl Files {
         self.files.iter().any(|a| other.files.iter().any(|b| same(a, b)))
     }
 
-    /// The file whose answer a thread waits for, and the number of answers so far, which changes as answers come;
-    /// `None` if no thread waits.
-    pub(crate) fn asking(&self) -> Option<(u64, u32)> {
-        // Counted per file and not in one place: an answer for one file must not end the wait for another that hangs.
-        let file = self.files.iter().position(|f| f.asking.load(Ordering::Relaxed) > 0)?;
-        Some((self.clock.load(Ordering::Relaxed), file as u32))
-    }
-
     /// Whether a file that was opened is on a network file system, so that asking about it may hang.
     pub(crate) fn may_hang(&self) -> bool {
         self.files.iter().any(|f| f.facts.get().is_some_and(|f| f.kind == FsKind::Network))
@@ -158,11 +120,6 @@ impl Files {
     /// before. Then no other thread is needed in case the file system hangs.
     pub(crate) fn are_known_local(&self) -> bool {
         self.files.iter().all(|f| known_disks::is_known(f.identity.dev))
-    }
-
-    fn ask(&self, file: u32) -> Asking<'_> {
-        self.clock.fetch_add(1, Ordering::Relaxed);
-        Asking::new(&self.files[file as usize].asking)
     }
 
     /// Descriptors that this process may have.
@@ -189,7 +146,7 @@ impl Files {
     /// A descriptor of file number `file` for reading, with or without O_DIRECT. It stays open at least as long as the
     /// `Arc` is held. Kind `Limit` if the process has no descriptor left and none of these is idle.
     pub fn open(&self, file: u32, direct: bool) -> Result<Arc<OwnedFd>> {
-        let used = self.clock.fetch_add(1, Ordering::Relaxed);
+        let used = self.questions.answered();
         {
             let mut open = lock(&self.open);
             if let Some(o) = open.iter_mut().find(|o| o.file == file && o.direct == direct) {
@@ -222,7 +179,7 @@ impl Files {
     }
 
     fn open_new(&self, file: u32, direct: bool) -> Result<Arc<OwnedFd>> {
-        let _asking = self.ask(file);
+        let _asking = self.questions.ask(file);
         let flags = if direct { libc::O_DIRECT } else { 0 };
         let fd = loop {
             match open_read_only(self.path(file), flags) {
@@ -246,7 +203,6 @@ impl Files {
         };
         self.opens.fetch_add(1, Ordering::Relaxed);
         self.compare(file, &statx(Some(fd.as_raw_fd()), None, self.path(file))?.identity)?;
-        self.files[file as usize].touched.store(true, Ordering::Relaxed);
         Ok(Arc::new(fd))
     }
 
@@ -272,22 +228,13 @@ impl Files {
     /// Facts about the file system of file number `file`.
     pub fn facts(&self, file: u32) -> Result<Facts> {
         let known = &self.files[file as usize];
-        let facts = match known.facts.get() {
-            Some(facts) => *facts,
-            None => {
-                let fd = self.open(file, false)?;
-                let _asking = self.ask(file);
-                let facts = facts_of(&fd, self.path(file))?;
-                *known.facts.get_or_init(|| facts)
-            }
-        };
-        let mapping = facts.lanes.mapping.filter(|_| !known.unmappable.load(Ordering::Relaxed));
-        Ok(Facts { lanes: FileLanes { mapping, ..facts.lanes }, ..facts })
-    }
-
-    /// From now on the facts say that file number `file` cannot be mapped.
-    pub(super) fn refuse_mapping(&self, file: u32) {
-        self.files[file as usize].unmappable.store(true, Ordering::Relaxed);
+        if let Some(facts) = known.facts.get() {
+            return Ok(*facts);
+        }
+        let fd = self.open(file, false)?;
+        let _asking = self.questions.ask(file);
+        let facts = facts_of(&fd, self.path(file))?;
+        Ok(*known.facts.get_or_init(|| facts))
     }
 
     /// Whether a read through the page cache that fails has written nothing.
@@ -325,34 +272,9 @@ impl Files {
         resident(fd.as_raw_fd(), range).map_err(|e| e.at(self.path(file)))
     }
 
-    /// The hole between two runs that costs as much as a read of this file: see [`read_cost`]. `None` if it cannot be
-    /// measured.
-    pub(crate) fn hole(&self, file: u32, direct: bool, sample: &Sample) -> Result<Option<u64>> {
-        let dev = self.identity(file).dev;
-        if let Some(found) = read_cost::known(dev, direct) {
-            return Ok(Some(found));
-        }
-        // What cannot be opened in this way is for the load to find another way for, or to report.
-        let Ok(fd) = self.open(file, direct) else { return Ok(None) };
-        let _asking = self.ask(file);
-        let answered = || _ = self.clock.fetch_add(1, Ordering::Relaxed);
-        Ok(read_cost::measure(fd.as_raw_fd(), dev, direct, sample, &answered))
-    }
-
-    /// An error of kind `Changed` if a file that was opened is no longer what it was when its header was read.
-    pub fn verify_unchanged(&self) -> Result<()> {
-        for (number, file) in self.files.iter().enumerate() {
-            if !file.touched.load(Ordering::Relaxed) {
-                continue;
-            }
-            self.verify_file(number as u32)?;
-        }
-        Ok(())
-    }
-
-    /// The same for one file, whether it was opened or not.
+    /// An error of kind `Changed` if file number `file` is no longer what it was when its header was read.
     pub fn verify_file(&self, file: u32) -> Result<()> {
-        let _asking = self.ask(file);
+        let _asking = self.questions.ask(file);
         match statx(None, None, self.path(file)) {
             Ok(now) => self.compare(file, &now.identity),
             Err(e) if e.kind() == ErrorKind::NotFound => Err(self.gone(file)),
@@ -368,22 +290,6 @@ impl Files {
     fn compare(&self, file: u32, now: &Identity) -> Result<()> {
         let known = &self.files[file as usize];
         known.identity.check(now).map_err(|e| e.at(&known.path))
-    }
-}
-
-/// A thread asks the file system about a file, until this is dropped.
-pub(super) struct Asking<'f>(&'f AtomicU32);
-
-impl<'f> Asking<'f> {
-    pub(super) fn new(asking: &'f AtomicU32) -> Asking<'f> {
-        asking.fetch_add(1, Ordering::Relaxed);
-        Asking(asking)
-    }
-}
-
-impl Drop for Asking<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -439,12 +345,12 @@ mod tests {
     fn a_call_that_still_waits_is_seen_after_another_was_answered() {
         let paths: Vec<_> = (0..3).map(|_| tempfile::NamedTempFile::new().unwrap()).collect();
         let files = Files::from_paths(&paths).unwrap();
-        assert_eq!(files.asking(), None);
-        let hangs = files.ask(1);
+        assert_eq!(files.questions.asking(), None);
+        let hangs = files.questions.ask(1);
         files.open(2, false).unwrap();
         files.open(1, false).unwrap();
-        assert_eq!(files.asking().map(|a| a.1), Some(1));
+        assert_eq!(files.questions.asking().map(|a| a.1), Some(1));
         drop(hangs);
-        assert_eq!(files.asking(), None);
+        assert_eq!(files.questions.asking(), None);
     }
 }

@@ -1,13 +1,13 @@
-//! Where a checkpoint's bytes are kept: what a [`Store`] has to offer, and the files of this machine: what their file
-//! systems allow, what the page cache holds of them, and whether they are still what they were.
+//! Where a checkpoint's bytes are kept: what a [`Store`] has to offer, and the files of this machine, which are a store too:
+//! what their file systems allow, what the page cache holds of them, and whether they are still what they were.
 
 mod ahead;
 mod cache;
 mod facts;
+mod file_objects;
 mod files;
 mod fill_after;
 mod fill_steps;
-mod heads;
 mod kept;
 mod known_disks;
 mod lease;
@@ -20,6 +20,7 @@ mod origin;
 mod patience;
 mod per_process;
 mod pread;
+mod questions;
 mod read_cost;
 #[cfg(feature = "remote")]
 mod remote;
@@ -36,20 +37,24 @@ pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
+pub(crate) use file_objects::local_files;
 pub use files::{facts_at, Files};
 pub(crate) use fill_after::DiskUse;
 pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
 pub use kept::close_kept;
 pub(crate) use kept::Kept;
 pub(crate) use lease::{Breaks, Inherited, Leases};
+pub use local::local;
 pub use location::Location;
 pub use look::{Asked, Look};
 pub(crate) use mounts::mount_of;
-pub use object::{Head, Object, Objects, Store, Traffic};
+pub use object::{CheckSize, Head, Object, Objects, OpenObject, ReadOn, Store, Traffic};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
 pub(crate) use pread::{read_fully, Stopped};
-pub(crate) use read_cost::{Sample, LONG, LONG_BYTES, SHORT};
+pub use questions::{Asking, Questions};
+pub use read_cost::Sample;
+pub(crate) use read_cost::{LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{
     unchecked_hosts, Addressing, AzureSettings, Bearer, CredentialSource, GcsSettings, GivenCredentials,
@@ -58,10 +63,9 @@ pub use remote::{
 };
 pub(crate) use residency::cached_pages;
 pub use residency::Residency;
-pub(crate) use sampled::{identity, samples, Opened};
+pub(crate) use sampled::{identity, samples};
 pub use stat::identity_of;
 pub(crate) use storage::Storage;
 pub use stores::{forget_stores, register, schemes, Stores};
 pub use version::{Identity, Version};
-pub use watch::still_wanted;
-pub(crate) use watch::Watch;
+pub use watch::{still_wanted, Watch};

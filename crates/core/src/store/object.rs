@@ -2,13 +2,16 @@
 //! gives a load what it needs of its objects.
 //!
 //! A store is one file: it implements [`Store`] and [`Objects`], brings a [`Source`](crate::source::Source), and is registered for a scheme.
-//! Nothing else in the crate names it. `tests/toy_store` is an example.
+//! Nothing else in the crate names it. `tests/toy_store` is an example. `tests/toy_wrapper` wraps other stores.
 
 use super::facts::Facts;
 use super::location::Location;
 use super::look::Look;
+use super::questions::Questions;
+use super::read_cost::Sample;
 use super::residency::Residency;
 use super::version::Version;
+use super::watch::Watch;
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(any(test, feature = "testing"))]
 use crate::options::Io;
@@ -17,6 +20,7 @@ use crate::source::{Dispatcher, Source};
 use crate::source::{LaneSource, SourceRequest};
 #[cfg(any(test, feature = "testing"))]
 use crate::way::Routing;
+use std::ffi::OsString;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -25,6 +29,12 @@ use std::sync::Arc;
 
 /// The error of a listing without objects.
 pub(super) const NO_OBJECT: &str = "the bucket or container has no object whose key begins with this";
+
+/// Bytes of one request to a store. Each answered request for a long header is progress, even if the store is slow.
+const MOST_PER_REQUEST: u64 = 8 << 20;
+
+/// Refuses an object of this size, or does not.
+pub type CheckSize<'c> = &'c dyn Fn(u64) -> Result<()>;
 
 /// The first bytes of an object, and what tells it apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,8 +90,39 @@ impl std::ops::AddAssign for Traffic {
     }
 }
 
-/// One kind of storage, registered by scheme. `list`, `head` and `read` may block: they are called on threads that can be
-/// left behind. Where they wait for long, they ask [`still_wanted`](super::still_wanted). `objects` may not block.
+/// Reads more bytes of an object, behind the given ones, until there are so many.
+pub type ReadOn<'w> = Box<dyn FnMut(&mut Vec<u8>, u64) -> Result<()> + 'w>;
+
+/// An object that is open: its first bytes, and more of the same version.
+pub struct OpenObject<'w> {
+    /// The first bytes, its size and its version.
+    pub head: Head,
+    /// Reads on. A file stays open as long as this.
+    pub read_on: ReadOn<'w>,
+}
+
+impl OpenObject<'_> {
+    /// Reads on until the head has `until` bytes.
+    ///
+    /// # Errors
+    /// Those of [`Store::read`].
+    pub fn read_until(&mut self, until: u64) -> Result<()> {
+        (self.read_on)(&mut self.head.bytes, until)
+    }
+
+    /// Closes it; its head is left.
+    pub fn close(self) -> Head {
+        self.head
+    }
+}
+
+/// One kind of storage: the files of this machine ([`local`](super::local)), or one that is registered by scheme.
+///
+/// A store implements `list`, `head`, `read` and `objects`. The other methods are made of these, as for a store whose answers
+/// take round trips. A store that wraps another one hands them on, so that it is as good as that one.
+///
+/// `objects`, `is_distant` and `leads_to_known_disk` may not block. The others may: they are called on threads that can be
+/// left behind. Where they wait for long, they ask [`still_wanted`](super::still_wanted).
 pub trait Store: Send + Sync + Debug {
     /// The objects of a location: itself, or all objects under it. Their addresses begin with the given one, as it is spelled,
     /// and a slash. The caller leaves out those that are not directly under it. A name that ends with a slash is a folder.
@@ -102,6 +143,128 @@ pub trait Store: Send + Sync + Debug {
     /// Those of [`head`](Self::head), `Truncated`, and `Changed` for another version.
     fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>>;
 
+    /// The objects of one load, by the number of their file in the checkpoint. `None` stands for files of other stores.
+    ///
+    /// # Errors
+    /// What keeps the store from being used at all; no object is looked at.
+    fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>>;
+
+    /// Several ranges of that version, one after the other.
+    ///
+    /// # Errors
+    /// Those of [`read`](Self::read).
+    fn read_parts(&self, object: &Object, ranges: &[Range<u64>]) -> Result<Vec<u8>> {
+        let mut all = Vec::new();
+        ranges.iter().try_for_each(|range| self.read(object, range.clone()).map(|part| all.extend(part)))?;
+        Ok(all)
+    }
+
+    /// Opens an object, and reads its first `first` bytes, or all of a shorter one.
+    ///
+    /// # Errors
+    /// Those of [`head`](Self::head).
+    fn open<'w>(&'w self, at: &Location, first: u64, watch: &'w Watch) -> Result<OpenObject<'w>> {
+        let asking = watch.ask(at.as_path());
+        let head = self.head(at, first)?;
+        asking.answered();
+        let (got, expected) = (head.bytes.len() as u64, head.size.min(first));
+        if got < expected {
+            let text = format!("the store gave {got} of the first {expected} bytes");
+            return Err(Error::new(ErrorKind::Truncated, text));
+        }
+        let object = Object { location: at.clone(), size: head.size, version: head.version.clone() };
+        let read_on = move |bytes: &mut Vec<u8>, until| {
+            let asking = watch.ask(object.location.as_path());
+            while (bytes.len() as u64) < until {
+                if watch.is_given_up() {
+                    return Err(Error::new(ErrorKind::Cancelled, "nobody waits for it any more"));
+                }
+                let at = bytes.len() as u64;
+                let part = self.read(&object, at..until.min(at + MOST_PER_REQUEST))?;
+                if part.is_empty() {
+                    let text = format!("the store gives no bytes from {at} on, of {until}");
+                    return Err(Error::new(ErrorKind::Truncated, text).range(at..until));
+                }
+                bytes.extend(part);
+                asking.answered();
+            }
+            Ok(())
+        };
+        Ok(OpenObject { head, read_on: Box::new(read_on) })
+    }
+
+    /// All bytes of an object, at most one more than `most`. `check` may refuse its size before more than the bytes of one
+    /// request are read.
+    ///
+    /// # Errors
+    /// Those of [`read`](Self::read) and of `check`.
+    fn content(&self, at: &Location, most: u64, watch: &Watch, check: CheckSize<'_>) -> Result<Vec<u8>> {
+        // What is wanted whole is asked for in one request.
+        let mut open = match self.open(at, MOST_PER_REQUEST, watch) {
+            // The server sends all or nothing.
+            Err(e) if e.status() == Some(200) && most > MOST_PER_REQUEST => self.open(at, most, watch)?,
+            open => open?,
+        };
+        check(open.head.size)?;
+        open.read_until(open.head.size.min(most))?;
+        Ok(open.close().bytes)
+    }
+
+    /// The names of what lies directly in a folder, or under an address; `None` if there is an object. A name that ends with a
+    /// slash is a folder.
+    ///
+    /// # Errors
+    /// Those of [`list`](Self::list).
+    fn entries(&self, at: &Location, watch: &Watch) -> Result<Option<Vec<OsString>>> {
+        let _asking = watch.ask(at.as_path());
+        let listed = self.list(at).map_err(|e| e.at(at))?;
+        if listed == [at.clone()] {
+            return Ok(None);
+        }
+        // As in a folder, what lies deeper is another checkpoint.
+        let text = at.to_string();
+        let folder = format!("{}/", text.strip_suffix('/').unwrap_or(&text));
+        let name = |location: &Location| {
+            let text = location.to_string();
+            let name = text.strip_prefix(&folder)?;
+            let bare = name.strip_suffix('/').unwrap_or(name);
+            (!bare.is_empty() && !bare.contains('/')).then(|| OsString::from(name))
+        };
+        let names: Vec<OsString> = listed.iter().filter_map(name).collect();
+        match listed.first() {
+            Some(other) if names.is_empty() => {
+                let text = format!("nothing lies directly under this address; the store lists {other}");
+                Err(Error::new(ErrorKind::NotFound, text).at(at))
+            }
+            _ => Ok(Some(names)),
+        }
+    }
+
+    /// Whether there is nothing: no object, or a link to nothing.
+    fn is_gone(&self, at: &Location, watch: &Watch) -> bool {
+        let _asking = watch.ask(at.as_path());
+        self.head(at, 1).is_err_and(|e| e.kind() == ErrorKind::NotFound)
+    }
+
+    /// Whether it is a link.
+    fn is_link(&self, at: &Location) -> bool {
+        let _ = at;
+        false
+    }
+
+    /// Whether it is on a disk of this machine that this process has loaded from, so that no question about it hangs. Then
+    /// the caller's own thread asks, with a [`Watch`] that lets nothing wait: a wrapper hands this on if it also hands on
+    /// `open`, `content` and `entries`.
+    fn leads_to_known_disk(&self, at: &Location) -> bool {
+        let _ = at;
+        false
+    }
+
+    /// Whether answers take round trips, so that many objects are asked about at once.
+    fn is_distant(&self) -> bool {
+        true
+    }
+
     /// Measures requests for an object, `times` at most: for `penstock doctor`.
     ///
     /// # Errors
@@ -110,16 +273,10 @@ pub trait Store: Send + Sync + Debug {
         let _ = times;
         Err(Error::new(ErrorKind::Unsupported, "this store cannot measure its requests").at(at))
     }
-
-    /// The objects of one load, by the number of their file in the checkpoint. `None` stands for files of other stores.
-    ///
-    /// # Errors
-    /// What keeps the store from being used at all; no object is looked at.
-    fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>>;
 }
 
-/// The objects of one load. Files are named by their number in the checkpoint. `facts`, `resident_within` and `verify` may
-/// block; the others are called on threads that nobody leaves behind.
+/// The objects of one load. Files are named by their number in the checkpoint. `facts`, `resident_within`, `hole` and `verify`
+/// may block; the others are called on threads that nobody leaves behind.
 pub trait Objects: Send + Sync + Debug {
     /// Where a file is, for messages.
     fn path(&self, file: u32) -> &Path;
@@ -132,6 +289,13 @@ pub trait Objects: Send + Sync + Debug {
     fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
         let _ = (file, range);
         Ok(Residency::default())
+    }
+
+    /// The hole between two wanted runs that costs as much as one more read of a file, past the page cache or through it,
+    /// measured with these reads. `None` if the store declares it, or if it cannot be measured.
+    fn hole(&self, file: u32, direct: bool, sample: &Sample) -> Result<Option<u64>> {
+        let _ = (file, direct, sample);
+        Ok(None)
     }
 
     /// A descriptor of the file to map, if `facts` says that it is mappable.
@@ -156,6 +320,17 @@ pub trait Objects: Send + Sync + Debug {
         true
     }
 
+    /// Whether all files are known to be on disks of this machine: asking about them never hangs.
+    fn are_known_local(&self) -> bool {
+        false
+    }
+
+    /// The questions about the files that threads wait for, if the store counts them. Otherwise the load counts those that it
+    /// asks.
+    fn questions(&self) -> Option<&Questions> {
+        None
+    }
+
     /// The traffic with servers so far; `None` for a store that has none.
     fn traffic(&self) -> Option<Traffic> {
         None
@@ -164,6 +339,13 @@ pub trait Objects: Send + Sync + Debug {
     /// The sources of the files. Each lane that `facts` names is served by one of them, and so is the lane in place of it
     /// ([`Declared::refused`](crate::extent::Declared::refused)).
     fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>>;
+
+    /// Treats a file as if it were on storage device number `storage`, for tests of several drives on one machine.
+    #[cfg(any(test, feature = "testing"))]
+    fn pretend_storage(&self, file: u32, storage: u64) -> Result<()> {
+        let _ = (file, storage);
+        Ok(())
+    }
 }
 
 #[cfg(any(test, feature = "testing"))]

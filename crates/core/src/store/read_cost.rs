@@ -68,7 +68,8 @@ fn key(dev: u64, direct: bool) -> Option<u64> {
 }
 
 /// Offsets of a file, each a multiple of a page.
-pub(crate) struct Sample {
+#[derive(Debug)]
+pub struct Sample {
     /// Offsets of reads of a page.
     pub(crate) short: Vec<u64>,
     /// Offsets of reads of [`LONG_BYTES`].

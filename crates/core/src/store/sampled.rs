@@ -3,13 +3,11 @@
 //! Sizes and headers do not tell two training steps of one model apart, and every machine has its own inodes. Reading every byte
 //! would take as long as a load. A step changes nearly every weight, so a few pages tell.
 
-use super::location::Location;
-use super::version::{Identity, Version};
-use crate::error::{Error, Result};
+use super::object::{Object, Store};
+use super::version::Version;
+use crate::error::Result;
 use crate::sync::{lock, Mutex};
-use std::fs::File;
 use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
-use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Builder;
 
@@ -48,13 +46,10 @@ fn stable(bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
-/// A file as it was opened.
-pub(crate) type Opened<'a> = (&'a Location, u64, u64, &'a Version);
-
-/// A hash of the versions of all files, and whether it is the same on other machines.
-pub(crate) fn identity<'a>(files: impl Iterator<Item = Opened<'a>>) -> (u64, bool) {
+/// A hash of the versions of all files, by size and version, and whether it is the same on other machines.
+pub(crate) fn identity<'a>(files: impl Iterator<Item = (u64, &'a Version)>) -> (u64, bool) {
     let (mut text, mut everywhere) = (String::new(), true);
-    for (_, size, _, version) in files {
+    for (size, version) in files {
         match version {
             Version::Inode(i) => {
                 text.push_str(&format!("{}:{}:{}:{};", i.dev, i.ino, i.size, i.mtime_ns));
@@ -66,6 +61,9 @@ pub(crate) fn identity<'a>(files: impl Iterator<Item = Opened<'a>>) -> (u64, boo
     }
     (stable(text.as_bytes()), everywhere)
 }
+
+/// A file as it was opened, the store that has it, and where its data begin.
+type Opened<'a> = (&'a dyn Store, Object, u64);
 
 /// A number for each file: of what 64 pages of its tensors hold, or of the validator that its store has. Blocks.
 ///
@@ -92,32 +90,22 @@ pub(crate) fn samples<'a>(files: impl Iterator<Item = Opened<'a>>) -> Result<Vec
     found.into_inner().unwrap_or_default().into_iter().collect()
 }
 
-fn sample(&(at, size, data_start, version): &Opened<'_>) -> Result<u64> {
-    let opened = match version {
-        Version::Strong(tag) | Version::Weak(tag) => return Ok(stable(tag.as_bytes())),
-        Version::Inode(identity) => identity,
+fn sample((store, object, data_start): &Opened<'_>) -> Result<u64> {
+    if let Version::Strong(tag) | Version::Weak(tag) = &object.version {
+        return Ok(stable(tag.as_bytes()));
+    }
+    let span = object.size - data_start;
+    let page = |number| {
+        let from = data_start + span.saturating_sub(BYTES) * number / (PAGES - 1);
+        from..from + BYTES.min(span)
     };
-    let path = at.as_path();
-    let failed = |doing: &str, e: std::io::Error| Error::io(doing, &e).at(path);
-    let file = File::open(path).map_err(|e| failed("open", e))?;
-    // What is there by now is not what this rank has opened. Bytes that are nowhere have no inode.
-    if opened.ino != 0 {
-        let now = Identity::of(&file).map_err(|e| failed("ask for the size of", e))?;
-        opened.check(&now).map_err(|e| e.at(path))?;
-    }
-    let (span, mut pages) = (size - data_start, Vec::with_capacity((PAGES * BYTES) as usize));
-    for page in 0..PAGES {
-        let from = data_start + span.saturating_sub(BYTES) * page / (PAGES - 1);
-        let start = pages.len();
-        pages.resize(start + BYTES.min(span) as usize, 0);
-        file.read_exact_at(&mut pages[start..], from).map_err(|e| failed("read", e))?;
-    }
-    Ok(stable(&pages))
+    Ok(stable(&store.read_parts(object, &(0..PAGES).map(page).collect::<Vec<_>>())?))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::{identity_of, local, Location};
     use super::*;
 
     #[test]
@@ -126,8 +114,10 @@ mod tests {
         let sampled = |name: &str, bytes: &[u8]| {
             let path = folder.path().join(name);
             std::fs::write(&path, bytes).unwrap();
-            let at = Location::Path(path.clone());
-            samples([(&at, bytes.len() as u64, 100, &Version::of_bytes(bytes.len() as u64))].into_iter()).unwrap()[0]
+            let (identity, store) = (identity_of(&path).unwrap(), local());
+            let (location, version) = (Location::Path(path), Version::Inode(identity));
+            let object = Object { location, size: identity.size, version };
+            samples(std::iter::once((&*store, object, 100))).unwrap()[0]
         };
         let bytes: Vec<u8> = (0..1_000_000u32).map(|i| (i * 7 % 251) as u8).collect();
         let mut other = bytes.clone();
@@ -150,12 +140,16 @@ mod tests {
 
     #[test]
     fn a_strong_validator_counts_everywhere_and_an_inode_on_one_machine() {
-        let at = Location::Path("/nowhere".into());
-        let of = |version: &Version| identity([(&at, 8, 8, version)].into_iter());
+        let of = |version: &Version| identity(std::iter::once((8, version)));
         assert_eq!(of(&Version::Strong("x".into())), of(&Version::Strong("x".into())));
         assert_ne!(of(&Version::Strong("x".into())).0, of(&Version::Strong("y".into())).0);
         assert!(of(&Version::Strong("x".into())).1 && !of(&Version::of_bytes(8)).1);
-        assert_eq!(samples([(&at, 8, 8, &Version::Strong("x".into()))].into_iter()).unwrap().len(), 1);
-        assert!(samples([(&at, 8, 8, &Version::of_bytes(8))].into_iter()).is_err());
+        let store = local();
+        let sampled = |version| {
+            let object = Object { location: Location::Path("/nowhere".into()), size: 8, version };
+            samples(std::iter::once((&*store, object, 8)))
+        };
+        assert_eq!(sampled(Version::Strong("x".into())).unwrap().len(), 1);
+        assert!(sampled(Version::of_bytes(8)).is_err());
     }
 }

@@ -1,5 +1,6 @@
 //! The stores of the schemes of addresses.
 
+use super::local::Local;
 use super::location::{is_scheme, Location};
 use super::look::Look;
 use super::object::Store;
@@ -37,6 +38,8 @@ pub fn register(scheme: &str, store: Arc<dyn Store>) -> Result<()> {
 /// The stores that one open uses: registered ones, and those of this crate with the settings of the open.
 #[derive(Debug, Clone, Default)]
 pub struct Stores {
+    /// The store of paths.
+    pub(super) local: Arc<Local>,
     #[cfg(feature = "remote")]
     settings: StorageSettings,
 }
@@ -45,7 +48,7 @@ impl Stores {
     /// Stores with these settings. A registered store has its own.
     #[cfg(feature = "remote")]
     pub fn with(settings: StorageSettings) -> Stores {
-        Stores { settings }
+        Stores { local: Arc::default(), settings }
     }
 
     /// The files and folders with the certificates that https trusts with these settings.

@@ -53,7 +53,7 @@ pub(super) fn answered(really: bool) {
 
 /// Progress of one open, shared by the threads that work on it and the caller that waits for them.
 #[derive(Debug, Default)]
-pub(crate) struct Watch {
+pub struct Watch {
     /// Bytes that the caller's thread may still parse; `None` on threads that can be left behind.
     left: Option<AtomicU64>,
     too_much: AtomicBool,

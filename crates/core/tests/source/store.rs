@@ -7,10 +7,10 @@ use penstock::error::ErrorKind;
 use penstock::extent::{Lane, TakesSlab, Ticket};
 use penstock::options::Io;
 use penstock::source::{Destination, Progress, Read};
-use penstock::store::{identity_of, Files, FsKind, Location, Object, Objects, Store, Web, WebSettings};
+use penstock::store::{local, FsKind, Location, Object, Objects, Store, Web, WebSettings};
 use penstock::way::Routing;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -23,14 +23,15 @@ trait Shelf {
     fn at(&self, name: &str) -> Location;
 }
 
-/// A shelf of a store that a scheme names.
+/// A shelf of a store.
 trait Stored: Shelf {
     fn store(&self) -> Arc<dyn Store>;
-}
 
-/// A shelf whose objects a load can have.
-trait Loaded: Shelf {
-    fn objects(&self, names: &[&str]) -> Arc<dyn Objects>;
+    /// Objects as a load has them.
+    fn objects(&self, names: &[&str]) -> Arc<dyn Objects> {
+        let store = self.store();
+        store.objects(names.iter().map(|name| Some(object(&*store, &self.at(name)))).collect()).unwrap()
+    }
 }
 
 fn bytes(n: usize, seed: u64) -> Vec<u8> {
@@ -102,7 +103,7 @@ fn a_read_brings_its_range_of_that_version_or_an_error(shelf: &dyn Stored) {
 
 // --- Loading ---
 
-fn what_is_said_of_an_object_makes_sense(shelf: &dyn Loaded) {
+fn what_is_said_of_an_object_makes_sense(shelf: &dyn Stored) {
     shelf.put("x.safetensors", &bytes(100_001, 3));
     let objects = shelf.objects(&["x.safetensors"]);
     let facts = objects.facts(0).unwrap();
@@ -161,7 +162,7 @@ fn read_all(objects: &Arc<dyn Objects>, file: u32, size: u64) -> penstock::Resul
     outcome.map(|()| memory.bytes()[..size as usize].to_vec())
 }
 
-fn a_source_brings_the_bytes_of_each_object(shelf: &dyn Loaded) {
+fn a_source_brings_the_bytes_of_each_object(shelf: &dyn Stored) {
     let contents = [bytes(100_001, 3), bytes(5, 4), bytes(60_000, 5)];
     let names = ["a.safetensors", "b.safetensors", "c.safetensors"];
     names.iter().zip(&contents).for_each(|(name, content)| shelf.put(name, content));
@@ -172,7 +173,7 @@ fn a_source_brings_the_bytes_of_each_object(shelf: &dyn Loaded) {
     }
 }
 
-fn an_object_that_is_another_by_now_is_noticed(shelf: &dyn Loaded) {
+fn an_object_that_is_another_by_now_is_noticed(shelf: &dyn Stored) {
     for gone in [false, true] {
         shelf.put("x.safetensors", &bytes(60_000, 3));
         let objects = shelf.objects(&["x.safetensors"]);
@@ -260,14 +261,7 @@ impl Stored for Bucket {
     }
 }
 
-impl Loaded for Bucket {
-    fn objects(&self, names: &[&str]) -> Arc<dyn Objects> {
-        let store = self.store();
-        store.objects(names.iter().map(|name| Some(object(&*store, &self.at(name)))).collect()).unwrap()
-    }
-}
-
-/// A folder of this machine. Its files are no store of a scheme: they are opened by path.
+/// A folder of this machine.
 struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -283,6 +277,7 @@ impl Shelf for Folder {
     fn put(&self, name: &str, bytes: &[u8]) {
         // Another file takes the name, as programs that save do.
         let new = self.path("new");
+        std::fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
         std::fs::write(&new, bytes).unwrap();
         std::fs::rename(new, self.path(name)).unwrap();
     }
@@ -294,10 +289,9 @@ impl Shelf for Folder {
     }
 }
 
-impl Loaded for Folder {
-    fn objects(&self, names: &[&str]) -> Arc<dyn Objects> {
-        let file = |name: &&str| (self.path(name), identity_of(Path::new(&self.path(name))).unwrap());
-        Arc::new(Files::new(names.iter().map(file)))
+impl Stored for Folder {
+    fn store(&self) -> Arc<dyn Store> {
+        local()
     }
 }
 
@@ -343,13 +337,6 @@ impl Stored for Site {
     }
 }
 
-impl Loaded for Site {
-    fn objects(&self, names: &[&str]) -> Arc<dyn Objects> {
-        let store = self.store();
-        store.objects(names.iter().map(|name| Some(object(&*store, &self.at(name)))).collect()).unwrap()
-    }
-}
-
 /// The server gives a weak ETag, which changes with the object, and a date, which does not.
 fn weak(_: &web_server::Asked) -> web_server::Fault {
     web_server::Fault::Weak("Wed, 25 Nov 2026 10:00:00 GMT")
@@ -367,5 +354,6 @@ opening!(the_toy_is_opened, Bucket::new(|_| ()));
 loading!(the_toy_is_loaded_from, Bucket::new(|_| ()));
 loading!(the_toy_whose_reads_are_pinned, Bucket::new(pinned));
 loading!(the_toy_with_staging_at_request, Bucket::new(at_request));
+opening!(files_are_opened, Folder::within(env!("CARGO_TARGET_TMPDIR")));
 loading!(files_on_a_disk, Folder::within(env!("CARGO_TARGET_TMPDIR")));
 loading!(files_in_memory, Folder::within("/dev/shm"));
