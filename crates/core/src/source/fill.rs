@@ -10,6 +10,7 @@
 //! exactly the requested bytes are read. This holds for a mapped file too: a fault brings in its whole huge page, so
 //! the pages at both ends of an extent are requested before.
 
+use super::perform::advise;
 use super::Read;
 use crate::fallback::Fallback;
 use crate::machine::page_size;
@@ -82,8 +83,7 @@ impl Fill {
         }
         let fd = files.open(read.file, false).ok()?;
         let Some(mapping) = self.mappings.get(read.file as usize).and_then(Option::as_ref) else {
-            // SAFETY: a plain system call on a descriptor we hold. It is advice.
-            unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+            advise(&fd, libc::POSIX_FADV_RANDOM);
             return None;
         };
         let pages = whole_pages(read.offset, read.offset + read.len);

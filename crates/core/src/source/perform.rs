@@ -304,7 +304,7 @@ impl Performer {
 }
 
 /// Tells the kernel how a file is going to be read. That is advice, and nothing is lost where it is not taken.
-fn advise(fd: &OwnedFd, how: i32) {
+pub(super) fn advise(fd: &OwnedFd, how: i32) {
     // SAFETY: a plain system call on a descriptor we hold.
     let _ignored = unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
 }
