@@ -194,7 +194,7 @@ fn unwanted(schedule: &Schedule, which: &[Extent], wants: &[Want], files: &Stora
         found.slack += e.slack.saturating_sub(past_end);
         let gap = e.bytes_read().saturating_sub(e.wanted + e.slack);
         found.gap += gap;
-        let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
+        let pieces = schedule.pieces_of(e);
         match e.rows {
             _ if gap == 0 => {}
             None => gaps_of_tensors(pieces, wants, &mut found.of_tensors),

@@ -33,15 +33,13 @@ impl Making<'_> {
                 let (to, len) = (place.offset + part.dense.start, part.dense.end - part.dense.start);
                 let (want, block) = (part.want, place.block);
                 if !own {
-                    let piece = Piece { want, block, from: packed, to, len, rows: 1, from_stride: len, to_stride: len };
-                    self.scratch.push(piece);
+                    self.scratch.push(Piece::row(want, block, packed, to, len));
                     packed += len;
                     continue;
                 }
                 for (from, dense) in self.layout.runs[want as usize].rows(part.dense.clone()) {
                     let (to, len) = (place.offset + dense.start, dense.end - dense.start);
-                    let piece = Piece { want, block, from, to, len, rows: 1, from_stride: len, to_stride: len };
-                    push(&mut self.scratch, piece);
+                    push(&mut self.scratch, Piece::row(want, block, from, to, len));
                 }
             }
             let traits = files.get(parcel.file as usize);
