@@ -429,17 +429,14 @@ pub(crate) fn traffic<'py>(
         let core = checkpoint.0.clone();
         let scope = if within_nodes { Scope::Node } else { Scope::World };
         detached(py, || -> penstock::Result<Table> {
-            let lists = unpacked(&lists, core.len() as u32)?;
+            let unpacked = lists.0.iter().map(|list| packed::unpack(list, core.len() as u32));
+            let lists = unpacked.collect::<penstock::Result<Vec<Vec<Want>>>>()?;
             let found = PlannedTraffic::new(&core, Party { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
             let rank = |r: &OfRank| [r.wanted, r.read, r.reads, r.parcels, r.sent, r.received, r.alone.0, r.alone.1];
             let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
             Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))
         })
     })
-}
-
-fn unpacked(lists: &Listed<PyBackedBytes>, tensors: u32) -> penstock::Result<Vec<Vec<Want>>> {
-    lists.0.iter().map(|list| packed::unpack(list, tensors)).collect()
 }
 
 /// The wants of a rank, as bytes for the others.
