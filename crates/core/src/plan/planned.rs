@@ -131,10 +131,7 @@ impl Planned {
             window: request.stream.then_some(options.window),
         };
         Schedule::check(checkpoint, wants, &layout, &traits, &limits)?;
-        let schedule = match ranks {
-            Some(ranks) => Schedule::together(checkpoint, &layout, &traits, &limits, ranks),
-            None => Schedule::new(checkpoint, &layout, &traits, &limits),
-        };
+        let schedule = Schedule::among(checkpoint, &layout, &traits, &limits, ranks);
         let of_section = |extents: &Range<usize>| unwanted(&schedule, &schedule.extents[extents.clone()], wants, files);
         let unwanted: Vec<Unwanted> = schedule.sections.iter().map(of_section).collect();
         report.unwanted = unwanted.iter().cloned().fold(Unwanted::default(), Unwanted::and);
