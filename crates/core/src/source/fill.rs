@@ -10,7 +10,6 @@
 //! exactly the requested bytes are read. This holds for a mapped file too: a fault brings in its whole huge page, so
 //! the pages at both ends of an extent are requested before.
 
-use super::perform::advise;
 use super::Read;
 use crate::fallback::Fallback;
 use crate::machine::page_size;
@@ -20,7 +19,7 @@ use crate::store::{cached_pages, Files};
 use crate::way::{Routing, Through, Way};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -35,6 +34,12 @@ pub(super) fn fetch(fd: RawFd, range: Range<u64>) {
         // SAFETY: a plain system call on a descriptor that the caller holds.
         unsafe { libc::posix_fadvise(fd, start as i64, len as i64, libc::POSIX_FADV_WILLNEED) };
     }
+}
+
+/// Tells the kernel how a file is going to be read. That is advice, and nothing is lost where it is not taken.
+pub(super) fn advise(fd: &OwnedFd, how: i32) {
+    // SAFETY: a plain system call on a descriptor we hold.
+    let _ignored = unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
 }
 
 /// How reads through the page cache bring cold bytes into it, as the way of each file says.

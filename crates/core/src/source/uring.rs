@@ -8,8 +8,9 @@
 //! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. Refused reads go back
 //! to the router, as soon as the kernel can no longer write to their memory.
 
+use super::fill::advise;
 use super::flight::{quarantine, AfterRead, Flight, Waste};
-use super::perform::{advise, refuses_direct};
+use super::perform::refuses_direct;
 use super::{readable, Outcome, Progress, Read, Source, GRACE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
