@@ -423,7 +423,8 @@ pub struct Share {
     pinned: Option<Pinned>,
 }
 
-/// Whether a registered slab of `len` bytes serves a load of slabs of `slab` bytes: it may be larger, if two of them fit the limit.
+/// Whether a registered slab of `len` bytes serves a load of slabs of `slab` bytes: it may be larger, if two of them fit the
+/// limit.
 fn serves(len: u64, slab: u64, limit: u64) -> bool {
     len == slab || (len > slab && 2 * len <= limit)
 }

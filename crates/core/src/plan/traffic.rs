@@ -235,7 +235,7 @@ impl<'a> Counting<'a> {
         Ok(Counting { checkpoint, layout, files, limits })
     }
 
-    /// Bytes of the reads that bring everything, or of those of one of several ranks that are no parcels; and how many reads.
+    /// Bytes of the reads, and how many reads there are: of everything, or with `ranks` of what is in no parcel.
     fn reads(&self, ranks: Option<&OneOfRanks<'_>>) -> (u64, u64) {
         let schedule = Schedule::among(self.checkpoint, &self.layout, &self.files, &self.limits, ranks);
         let extents: Vec<&Extent> = schedule.extents.iter().filter(|e| e.shared.is_none()).collect();

@@ -65,9 +65,9 @@ impl Schedule {
         Self::among(checkpoint, layout, files, limits, None)
     }
 
-    /// The same, with `ranks` for one rank of several. What several want are parcels, which are extents of their own, in slabs:
-    /// those that this rank reads stand in the order with the rest. Those that others read come first of their section, in the
-    /// lane of ranks.
+    /// The same, with `ranks` for one rank of several. What several want are parcels, which are extents of their own, in
+    /// slabs. Those that this rank reads stand in the order with the rest. Those that others read come first of their
+    /// section, in the lane of ranks.
     pub fn among(
         checkpoint: &Checkpoint,
         layout: &Layout,
