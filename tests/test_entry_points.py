@@ -135,7 +135,7 @@ def entry_functions(path: Path) -> Iterator[tuple[str, str, str]]:
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("*.rs")), ids=lambda path: path.name)
 def test_every_entry_point_in_the_sources_goes_through_the_guard(path: Path) -> None:
     for name, arguments, body in entry_functions(path):
-        guard = re.match(r"(?:crate::guard::)?(?:guarded|answer)\(", body)
+        guard = re.match(r"(?:crate::guard::)?(?:guarded|perform|answer)\(", body)
         assert guard is not None, f"{path.name}: {name} goes past the guard: {body[:80]}"
         assert _closing(body, guard.end() - 1) == len(body) - 1, f"{path.name}: {name} does more than its guard"
         bare = re.search(r": (?:Option<)?Vec\b", arguments)

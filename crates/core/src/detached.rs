@@ -40,7 +40,8 @@ pub(crate) fn detached<T: Send + 'static>(
                 return result;
             }
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(panicked());
+                let text = "the code that opens the files panicked; please report this";
+                return Err(Error::new(ErrorKind::Internal, text));
             }
             Err(RecvTimeoutError::Timeout) => {}
         }
@@ -52,13 +53,11 @@ pub(crate) fn detached<T: Send + 'static>(
             (moved, before) = (Instant::now(), now);
         }
         if let Some(stall) = stall.filter(|s| moved.elapsed() >= *s) {
-            return Err(Error::new(
-                ErrorKind::Timeout,
-                format!(
-                    "the storage has not answered for {:.1} s; is its server stuck? (stall_timeout raises the limit)",
-                    stall.as_secs_f64()
-                ),
-            ));
+            let text = format!(
+                "the storage has not answered for {:.1} s; is its server stuck? (stall_timeout raises the limit)",
+                stall.as_secs_f64()
+            );
+            return Err(Error::new(ErrorKind::Timeout, text));
         }
     }
 }
@@ -67,10 +66,6 @@ pub(crate) fn detached<T: Send + 'static>(
 /// separate thread.
 pub(crate) fn here<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     guarded("penstock-ask", work).and_then(|done| done)
-}
-
-fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "the code that opens the files panicked; please report this")
 }
 
 #[cfg(test)]

@@ -316,6 +316,11 @@ pub struct Piece {
 }
 
 impl Piece {
+    /// One row.
+    pub fn row(want: u32, block: u32, from: u64, to: u64, len: u64) -> Piece {
+        Piece { want, block, from, to, len, rows: 1, from_stride: len, to_stride: len }
+    }
+
     /// Bytes it copies.
     pub fn nbytes(&self) -> u64 {
         self.len * self.rows

@@ -41,8 +41,7 @@ pub(crate) fn go_to(core: usize) {
 /// Bytes of memory that this process can still take if the kernel evicts nothing except clean page cache: the system's
 /// `MemAvailable`, cut by what its control groups leave.
 pub fn memory_available() -> u64 {
-    let system = meminfo("MemAvailable:").unwrap_or(u64::MAX);
-    cgroup_memory_left().map_or(system, |left| left.min(system))
+    memory_left(&["inactive_file"])
 }
 
 /// Bytes of memory and swap that this process could have if no other process used any.
@@ -121,16 +120,16 @@ pub fn cgroup_memory_limit() -> Option<u64> {
     cgroup_folders().into_iter().filter_map(|(dir, v2)| limit(&dir, v2)).min()
 }
 
-fn cgroup_memory_left() -> Option<u64> {
-    cgroup_folders().into_iter().filter_map(|(dir, v2)| left(&dir, v2, &["inactive_file"])).min()
-}
-
 /// Bytes of memory that this process can take before the kernel kills one: as [`memory_available`], but the kernel gives up
 /// pages of files that were read twice too.
 pub(crate) fn memory_before_a_kill() -> u64 {
-    let system = meminfo("MemAvailable:").unwrap_or(u64::MAX);
-    let left = |(dir, v2): (PathBuf, bool)| left(&dir, v2, &["inactive_file", "active_file"]);
-    cgroup_folders().into_iter().filter_map(left).min().map_or(system, |left| left.min(system))
+    memory_left(&["inactive_file", "active_file"])
+}
+
+/// Bytes that the system and every control group leave, if these pages of files are given up.
+fn memory_left(given_up: &[&str]) -> u64 {
+    let groups = cgroup_folders().into_iter().filter_map(|(dir, v2)| left(&dir, v2, given_up));
+    groups.chain(meminfo("MemAvailable:")).min().unwrap_or(u64::MAX)
 }
 
 /// Bytes that one group leaves, if these pages of its files are given up.

@@ -198,6 +198,13 @@ impl RingState {
         self.shares.iter_mut().find(|m| m.id == id)
     }
 
+    /// Whether one more slab of `len` bytes may be mapped under a limit.
+    fn has_room(&self, len: u64, limit: u64) -> bool {
+        // Slabs on their way in or out count too: each notifies when it is there or gone.
+        let Staging { mapped, quarantined, .. } = self.staging;
+        mapped + len <= limit || (self.idle.is_empty() && mapped - quarantined <= len)
+    }
+
     fn map(&mut self, bytes: u64) {
         self.staging.mapped += bytes;
         self.staging.peak = self.staging.peak.max(self.staging.mapped);
@@ -213,13 +220,8 @@ impl RingState {
 
     /// Takes the descriptors of all that wait, to be notified once the lock is free.
     fn waiters(&mut self) -> Vec<Arc<Wake>> {
-        let waiting = self.shares.iter_mut().filter(|m| m.waiting);
-        waiting
-            .map(|m| {
-                m.waiting = false;
-                m.wake.clone()
-            })
-            .collect()
+        let waiting = |m: &mut Member| std::mem::take(&mut m.waiting).then(|| m.wake.clone());
+        self.shares.iter_mut().filter_map(waiting).collect()
     }
 
     /// Takes out what is idle and plain beyond what is kept. The oldest goes first.
@@ -254,6 +256,13 @@ impl RingState {
         });
         &mut self.growing[at].1
     }
+}
+
+/// Frees the lock, and then notifies all that wait.
+fn notify(mut state: MutexGuard<'_, RingState>) {
+    let waiters = state.waiters();
+    drop(state);
+    waiters.iter().for_each(|w| w.notify());
 }
 
 static PROCESS: AtomicPtr<Ring> = AtomicPtr::new(ptr::null_mut());
@@ -347,9 +356,14 @@ impl Ring {
         drop(slabs);
         let mut state = self.lock();
         state.staging.mapped -= bytes;
-        let waiters = state.waiters();
-        drop(state);
-        waiters.iter().for_each(|w| w.notify());
+        notify(state);
+    }
+
+    /// Slabs have come back, or a load has gone: all that wait may ask again, and what is idle beyond the rest is unmapped.
+    fn settle(&self, mut state: MutexGuard<'_, RingState>) {
+        let surplus = state.surplus();
+        notify(state);
+        self.free(surplus);
     }
 
     /// See [`Lease::quarantine`].
@@ -375,9 +389,7 @@ impl Ring {
             // Dropped leases leave it alone from now on; this keeps it when they are gone.
             std::mem::forget(slab);
         }
-        let waiters = state.waiters();
-        drop(state);
-        waiters.iter().for_each(|w| w.notify());
+        notify(state);
     }
 
     fn release(&self, slab: Arc<Slab>) {
@@ -397,11 +409,7 @@ impl Ring {
             }
         }
         state.idle.push(slab);
-        let surplus = state.surplus();
-        let waiters = state.waiters();
-        drop(state);
-        waiters.iter().for_each(|w| w.notify());
-        self.free(surplus);
+        self.settle(state);
     }
 }
 
@@ -413,6 +421,12 @@ pub struct Share {
     limit: u64,
     wake: Arc<Wake>,
     pinned: Option<Pinned>,
+}
+
+/// Whether a registered slab of `len` bytes serves a load of slabs of `slab` bytes: it may be larger, if two of them fit the
+/// limit.
+fn serves(len: u64, slab: u64, limit: u64) -> bool {
+    len == slab || (len > slab && 2 * len <= limit)
 }
 
 /// The driver that registers this share's slabs, and how many bytes of such slabs are enough.
@@ -444,10 +458,7 @@ impl Share {
             if self.pinned.is_some_and(|pinned| self.waits_for_registered(&state, pinned)) {
                 return Ok(self.refuse(&mut state));
             }
-            let now = state.staging;
-            // Slabs on their way in or out count too: each notifies when it is there or gone.
-            let floor = state.idle.is_empty() && now.mapped - now.quarantined <= self.slab;
-            if now.mapped + self.slab <= self.limit || floor {
+            if state.has_room(self.slab, self.limit) {
                 // Counted before it is there, so that others cannot take the same room; mapped without the lock.
                 state.map(self.slab);
                 drop(state);
@@ -457,6 +468,7 @@ impl Share {
                     Ok(slab) => Ok(Some(self.lease(&mut state, Arc::new(slab)))),
                     Err(cause) => {
                         state.staging.mapped -= self.slab;
+                        // Its own refusal comes after that.
                         let waiters = state.waiters();
                         // Where others hold slabs the load goes on with what there is, and asks again when one comes back.
                         let outcome = if state.staging.in_use > 0 { Ok(self.refuse(&mut state)) } else { Err(cause) };
@@ -490,26 +502,20 @@ impl Share {
         };
         let fits = |s: &Arc<Slab>| {
             let len = s.len() as u64;
-            s.is_registered(pinned.driver) && self.serves(len) && state.is_turn_of(self.id, len, self.limit)
+            s.is_registered(pinned.driver)
+                && serves(len, self.slab, self.limit)
+                && state.is_turn_of(self.id, len, self.limit)
         };
-        state.idle.iter().rposition(fits).or_else(|| {
-            let plain = |s: &Arc<Slab>| s.len() as u64 == self.slab;
-            if self.waits_for_registered(state, pinned) {
-                return None;
-            }
-            state.idle.iter().rposition(plain)
+        state.idle.iter().rposition(fits).or_else(|| match self.waits_for_registered(state, pinned) {
+            true => None,
+            false => state.idle.iter().rposition(|s| s.len() as u64 == self.slab),
         })
-    }
-
-    /// Whether a registered slab of this size serves for one of ours: it may be larger, if two of them fit the limit.
-    fn serves(&self, len: u64) -> bool {
-        len == self.slab || (len > self.slab && 2 * len <= self.limit)
     }
 
     /// Whether a registered slab will come, or come back: so that no other is made or taken.
     fn waits_for_registered(&self, state: &RingState, pinned: Pinned) -> bool {
         state.shares.iter().any(|m| m.id == self.id && m.growing)
-            || state.pool(pinned.driver, |len| self.serves(len)) >= pinned.enough
+            || state.pool(pinned.driver, |len| serves(len, self.slab, self.limit)) >= pinned.enough
     }
 
     /// From now on this load is to have slabs that are registered with `driver` (a number above 0): enough for `nbytes`
@@ -584,11 +590,7 @@ impl Drop for Share {
         let mut state = self.ring.lock();
         state.shares.retain(|m| m.id != self.id);
         // The others' parts have grown.
-        let waiters = state.waiters();
-        let surplus = state.surplus();
-        drop(state);
-        waiters.iter().for_each(|w| w.notify());
-        self.ring.free(surplus);
+        self.ring.settle(state);
     }
 }
 
@@ -615,8 +617,8 @@ impl Growth {
     }
 
     fn is_wanted_in(&self, state: &RingState) -> bool {
-        let serves = |len| len == self.slab || (len > self.slab && 2 * len <= self.limit);
-        self.stops == state.stops && state.pool(self.pinned.driver, serves) < self.pinned.enough
+        let pool = state.pool(self.pinned.driver, |len| serves(len, self.slab, self.limit));
+        self.stops == state.stops && pool < self.pinned.enough
     }
 
     /// The next slab to register, to be [added](Self::add) in any case; `None` when there are enough, or there is no room.
@@ -634,9 +636,7 @@ impl Growth {
                 *state.growing(self.pinned.driver) += self.slab;
                 return Ok(Some(slab));
             }
-            let now = state.staging;
-            let floor = state.idle.is_empty() && now.mapped - now.quarantined <= self.slab;
-            if now.mapped + self.slab <= self.limit || floor {
+            if state.has_room(self.slab, self.limit) {
                 state.map(self.slab);
                 *state.growing(self.pinned.driver) += self.slab;
                 drop(state);
@@ -663,11 +663,7 @@ impl Growth {
         let mut state = self.ring.lock();
         *state.growing(self.pinned.driver) -= self.slab;
         state.idle.push(slab);
-        let surplus = state.surplus();
-        let waiters = state.waiters();
-        drop(state);
-        waiters.iter().for_each(|w| w.notify());
-        self.ring.free(surplus);
+        self.ring.settle(state);
     }
 }
 
@@ -680,9 +676,7 @@ impl Drop for Growth {
         if let Some(member) = state.member(self.share) {
             member.growing = false;
         }
-        let waiters = state.waiters();
-        drop(state);
-        waiters.iter().for_each(|w| w.notify());
+        notify(state);
     }
 }
 

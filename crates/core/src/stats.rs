@@ -23,6 +23,17 @@ pub struct Waits {
 }
 
 impl Waits {
+    /// Each cause as reports spell it.
+    pub fn by_name(&self) -> [(&'static str, Duration); 5] {
+        [
+            ("source", self.source),
+            ("device", self.device),
+            ("staging", self.staging),
+            ("consumer", self.consumer),
+            ("allocation", self.allocation),
+        ]
+    }
+
     fn add(&mut self, wait: Wait, time: Duration) {
         match wait {
             Wait::Source => self.source += time,
@@ -192,16 +203,8 @@ impl Report {
     /// Names the stage that the engine waited for longest. If the engine was busy longer than that, it names the
     /// engine.
     pub(crate) fn find_bottleneck(&mut self, busy: Duration) {
-        let w = &self.waits;
-        let stages = [
-            ("source", w.source),
-            ("device", w.device),
-            ("staging", w.staging),
-            ("consumer", w.consumer),
-            ("allocation", w.allocation),
-            ("engine", busy),
-        ];
-        self.bottleneck = stages.into_iter().max_by_key(|s| s.1).map_or("engine", |s| s.0);
+        let stages = self.waits.by_name().into_iter().chain([("engine", busy)]);
+        self.bottleneck = stages.max_by_key(|s| s.1).map_or("engine", |s| s.0);
         let read = self.routes.sum().bytes - self.routes.of(Lane::RANK).bytes;
         if self.bottleneck == "source" && self.network.is_some_and(|traffic| traffic.received > read / 2) {
             self.bottleneck = "network";

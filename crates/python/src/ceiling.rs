@@ -1,7 +1,7 @@
 //! Rates of the machine without a loader: for the benchmark.
 
 use crate::errors::{detached, raise};
-use crate::guard::{guarded, Listed};
+use crate::guard::{guarded, set_fields, Listed};
 use penstock::ceiling::{Interface, Measure, Settings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -34,11 +34,8 @@ pub(crate) fn ceiling<'py>(
         let d = PyDict::new(py);
         d.set_item("measure", measure.name())?;
         d.set_item("engine", engine.name())?;
-        d.set_item("threads", threads)?;
-        d.set_item("depth", depth)?;
-        d.set_item("block", block)?;
-        d.set_item("bytes", found.bytes)?;
-        d.set_item("seconds", found.seconds)?;
+        set_fields!(d, settings, threads, depth, block);
+        set_fields!(d, found, bytes, seconds);
         Ok(d)
     })
 }

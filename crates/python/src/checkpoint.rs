@@ -4,12 +4,11 @@ use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
 use crate::look::told;
-use crate::options::stall_timeout_of;
+use crate::options::{order_of, stall_timeout_of};
 use crate::storage::stores_of;
 use penstock::format::{Checkpoint as Core, FolderRequest};
-use penstock::options::Order;
 use penstock::plan::layout::tensors_in_order;
-use pyo3::exceptions::{PyIndexError, PyKeyError, PyValueError};
+use pyo3::exceptions::{PyIndexError, PyKeyError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString, PyTuple};
 use std::collections::BTreeMap;
@@ -116,15 +115,7 @@ impl Checkpoint {
 
     /// Numbers of all tensors in the order in which a load of all of them reads.
     fn in_order<'py>(&self, py: Python<'py>, order: &str) -> Answer<'py, Vec<u32>> {
-        answer(py, || {
-            let order = match order {
-                "file" => Order::File,
-                "layer" => Order::Layer,
-                "asked" => Order::Asked,
-                other => return Err(PyValueError::new_err(format!("order={other:?}: give \"file\" or \"layer\""))),
-            };
-            Ok(tensors_in_order(&self.0, order))
-        })
+        answer(py, || Ok(tensors_in_order(&self.0, order_of(order, "give \"file\" or \"layer\"")?)))
     }
 
     /// Paths in the form of `os.fsdecode`: bytes that are not UTF-8 become surrogates, which lead to the same file.

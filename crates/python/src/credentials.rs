@@ -6,7 +6,7 @@
 
 use crate::guard::guarded;
 use crate::raised::Raised;
-use crate::waiting::attached;
+use crate::waiting::{attached, time_of};
 use penstock::store::{CredentialSource, GivenCredentials, GivesCredentials, Secret};
 use penstock::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
@@ -104,10 +104,8 @@ fn read(arguments: &Bound<'_, PyTuple>) -> PyResult<Told> {
         }));
     }
     let (access_key_id, secret, session_token, token, expires) = values.unwrap_or_default();
-    let expires = expires.map(|seconds| {
-        let since = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
-        UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH + Duration::from_secs(1 << 40))
-    });
+    let expires = expires
+        .map(|seconds| UNIX_EPOCH.checked_add(time_of(seconds)).unwrap_or(UNIX_EPOCH + Duration::from_secs(1 << 40)));
     let [secret_access_key, session_token, token] = [secret, session_token, token].map(|text| text.map(Secret::new));
     Ok(Ok(GivenCredentials { access_key_id, secret_access_key, session_token, token, expires }))
 }

@@ -5,6 +5,7 @@ use crate::guard::letting_go;
 use penstock::memory::View;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use std::borrow::Borrow;
 use std::ffi::{c_void, CStr};
 use std::os::raw::c_int;
 
@@ -97,12 +98,12 @@ struct Owned<T> {
     share: T,
 }
 
-unsafe extern "C" fn delete<T: Share>(managed: *mut DLManagedTensor) {
+unsafe extern "C" fn delete<T: Borrow<View>>(managed: *mut DLManagedTensor) {
     // SAFETY: `managed` is the context's first half made in `capsule`, deleted once, as DLPack asks of its consumers.
     let owned = unsafe { Box::from_raw((*managed).manager_ctx.cast::<Owned<T>>()) };
     letting_go(|| {
         let mut owned = Some(owned);
-        if owned.as_ref().is_some_and(|owned| owned.share.view().is_held()) {
+        if owned.as_ref().is_some_and(|owned| owned.share.borrow().is_held()) {
             // torch frees tensors without the GIL. A Python object that is released in this way is freed at a later
             // call of ours, which may never come. Here it is a block of GPU memory, and another load may be waiting for
             // it.
@@ -125,33 +126,15 @@ unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Any object that holds a view alive.
-pub(crate) trait Share: Send + 'static {
-    /// The view.
-    fn view(&self) -> &View;
-}
-
-impl Share for View {
-    fn view(&self) -> &View {
-        self
-    }
-}
-
-impl Share for std::sync::Arc<View> {
-    fn view(&self) -> &View {
-        self
-    }
-}
-
-/// A capsule over all of `share`'s bytes, compact and row-major.
-pub(crate) fn capsule<T: Share>(
+/// A capsule over all of `share`'s bytes, compact and row-major. The share holds the view alive.
+pub(crate) fn capsule<T: Borrow<View> + Send + 'static>(
     py: Python<'_>,
     share: T,
     device: (c_int, c_int),
     (code, bits): (u8, u8),
     shape: Shape,
 ) -> PyResult<Bound<'_, PyAny>> {
-    let address = share.view().address() as *mut c_void;
+    let address = share.borrow().address() as *mut c_void;
     let mut owned = Box::new(Owned {
         managed: DLManagedTensor {
             tensor: DLTensor {

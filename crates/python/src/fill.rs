@@ -1,11 +1,10 @@
 //! `penstock.CacheFill`: the filling of the page cache after a load that went past it.
 
-use crate::guard::{answer, guarded, Answer, Held};
-use crate::waiting::patiently;
+use crate::guard::{answer, guarded, perform, Answer, Held};
+use crate::waiting::{patiently, time_of};
 use penstock::store;
 use penstock::store::FillState;
 use pyo3::prelude::*;
-use std::time::Duration;
 
 /// The fill of the page cache after a load, in the background: a report's `cache_fill`.
 ///
@@ -73,10 +72,7 @@ impl CacheFill {
     }
 
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| self.0.stop());
-            Ok(())
-        })
+        perform(py, || py.detach(|| self.0.stop()))
     }
 
     fn __repr__<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
@@ -92,9 +88,5 @@ impl CacheFill {
 #[pyfunction]
 #[pyo3(signature = (reason = "it was told to stop", patience = 1.0))]
 pub(crate) fn stop_fills(py: Python<'_>, reason: &str, patience: f64) -> PyResult<()> {
-    guarded(py, || {
-        let patience = Duration::try_from_secs_f64(patience.max(0.0)).unwrap_or(Duration::MAX);
-        py.detach(|| store::stop_fills(reason, patience));
-        Ok(())
-    })
+    perform(py, || py.detach(|| store::stop_fills(reason, time_of(patience))))
 }

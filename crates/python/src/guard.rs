@@ -2,9 +2,9 @@
 //!
 //! PyO3 turns a panic into a `PanicException`, which derives from `BaseException`. `except Exception` does not catch
 //! it, and it ends threads and programs. A bug in this extension must be an `InternalError` like any other error. So
-//! each entry point (each function and method that Python can call) runs in [`guarded`] or [`answer`] and takes lists
-//! as [`Listed`], and each class keeps what it owns in a [`Held`]. `tests/test_entry_points.py` reads the sources and
-//! looks for entry points that do not.
+//! each entry point (each function and method that Python can call) runs in [`guarded`], [`perform`] or [`answer`] and
+//! takes lists as [`Listed`], and each class keeps what it owns in a [`Held`]. `tests/test_entry_points.py` reads the
+//! sources and looks for entry points that do not.
 
 use crate::errors::raise;
 use penstock::{Error, ErrorKind};
@@ -26,6 +26,14 @@ pub(crate) fn guarded<T>(py: Python<'_>, work: impl FnOnce() -> PyResult<T>) -> 
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(panicked(py, &*panic)))
 }
 
+/// Like [`guarded`], for work that cannot fail and answers nothing.
+pub(crate) fn perform(py: Python<'_>, work: impl FnOnce()) -> PyResult<()> {
+    guarded(py, || {
+        work();
+        Ok(())
+    })
+}
+
 /// Like [`guarded`], but makes the Python object of the answer inside the guard: that can panic too if memory runs out.
 pub(crate) fn answer<'py, T: IntoPyObject<'py>>(py: Python<'py>, work: impl FnOnce() -> PyResult<T>) -> Answer<'py, T> {
     guarded(py, || match work()?.into_pyobject(py) {
@@ -33,6 +41,14 @@ pub(crate) fn answer<'py, T: IntoPyObject<'py>>(py: Python<'py>, work: impl FnOn
         Err(e) => Err(e.into()),
     })
 }
+
+/// Puts fields of a value into a dictionary, each under its own name.
+macro_rules! set_fields {
+    ($dictionary:expr, $of:expr, $($field:ident),+ $(,)?) => {
+        $($dictionary.set_item(stringify!($field), &$of.$field)?;)+
+    };
+}
+pub(crate) use set_fields;
 
 /// The exception for a panic with this payload.
 fn panicked(py: Python<'_>, panic: &(dyn Any + Send)) -> PyErr {

@@ -1,7 +1,7 @@
 //! `_core.Leased`.
 
 use crate::errors::{detached, raise};
-use crate::guard::{answer, guarded, Answer, Held};
+use crate::guard::{answer, guarded, perform, Answer, Held};
 use penstock::load::Leased as Core;
 use pyo3::prelude::*;
 use std::time::Duration;
@@ -39,10 +39,7 @@ impl Leased {
     }
 
     fn end(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            self.0.end();
-            Ok(())
-        })
+        perform(py, || self.0.end())
     }
 
     fn settle(&self, py: Python<'_>) -> PyResult<()> {
@@ -56,10 +53,7 @@ impl Leased {
 
     #[staticmethod]
     fn abandon_all(py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            Core::abandon_all();
-            Ok(())
-        })
+        perform(py, Core::abandon_all)
     }
 
     #[getter]

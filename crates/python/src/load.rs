@@ -4,9 +4,9 @@ use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
 use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
-use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
+use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
 use crate::leased::Leased;
-use crate::options::Options;
+use crate::options::{order_of, Options};
 use crate::ranks::{Mesh, Shares};
 use crate::waiting::patiently;
 use crate::wants::{wants_of, Region};
@@ -15,11 +15,11 @@ use penstock::device::Fence;
 use penstock::fallback::Fallback;
 use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
-use penstock::options::{grants, Order};
+use penstock::options::grants;
 use penstock::plan::request::{Memory, Request, Together, Where};
 use penstock::plan::strides::Foreign;
 use penstock::stats::{AmongRanks, Report};
-use penstock::{DType, Error, ErrorKind};
+use penstock::{DType, Error, ErrorKind, Want};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyInt, PyList, PyString};
@@ -97,15 +97,7 @@ impl Load {
             let (at, asked) = target(device)?;
             let mut options = options.0.clone();
             options.misaligned = misaligned;
-            options.order = match order {
-                "file" => Order::File,
-                "layer" => Order::Layer,
-                "asked" => Order::Asked,
-                _ => {
-                    let text = format!("order={order:?}: must be \"file\", \"layer\" or \"asked\"");
-                    return Err(PyValueError::new_err(text));
-                }
-            };
+            options.order = order_of(order, "must be \"file\", \"layer\" or \"asked\"")?;
             let memory = match into {
                 Some(tensors) => Memory::Into {
                     tensors: foreign(tensors, strides, casts)?,
@@ -198,24 +190,15 @@ impl Load {
     }
 
     fn cancel(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            self.core.cancel();
-            Ok(())
-        })
+        perform(py, || self.core.cancel())
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| self.core.close());
-            Ok(())
-        })
+        perform(py, || py.detach(|| self.core.close()))
     }
 
     fn let_go(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| self.core.let_go());
-            Ok(())
-        })
+        perform(py, || py.detach(|| self.core.let_go()))
     }
 
     fn progress<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64)> {
@@ -239,10 +222,7 @@ impl Load {
     }
 
     fn mark(&self, py: Python<'_>, name: String, begun: f64, ended: f64) -> PyResult<()> {
-        guarded(py, || {
-            self.core.mark(name, instant(begun), instant(ended));
-            Ok(())
-        })
+        perform(py, || self.core.mark(name, instant(begun), instant(ended)))
     }
 
     fn write_trace(&self, py: Python<'_>, report: &str) -> PyResult<()> {
@@ -309,7 +289,7 @@ impl Load {
         convert: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyList>> {
         // Looked up once per dtype, not once per tensor: a checkpoint has few dtypes and up to 371,474 tensors.
-        let mut known: Vec<(penstock::format::DType, (u8, u8, i64))> = Vec::new();
+        let mut known: Vec<(DType, Spec)> = Vec::new();
         let checkpoint = self.core.checkpoint();
         let mut made = Vec::with_capacity(wants.len());
         for wants in wants.chunks(AT_ONCE) {
@@ -317,34 +297,49 @@ impl Load {
             for (&want, view) in wants.iter().zip(views) {
                 let wanted = &self.core.wants()[want as usize];
                 let info = checkpoint.tensor(wanted.tensor);
-                let (code, bits, packed) = match known.iter().find(|k| k.0 == info.dtype) {
+                let spec = match known.iter().find(|k| k.0 == info.dtype) {
                     Some(k) => k.1,
                     None => {
                         let spec = dtypes.get_item(info.dtype.name())?.ok_or_else(|| {
                             PyTypeError::new_err(format!("tensor {}: no type given for {}", info.name, info.dtype))
                         })?;
-                        let spec = spec.extract()?;
+                        let spec: Spec = spec.extract()?;
                         known.push((info.dtype, spec));
                         spec
                     }
                 };
-                let mut shape: Shape = match &wanted.region {
-                    None => info.shape.iter().map(|&n| n as i64).collect(),
-                    Some(region) => region.iter().map(|r| r.count() as i64).collect(),
-                };
-                if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
-                    *last /= packed;
-                }
-                if let Some(why) = unfit(&view, (code, bits), &shape) {
-                    let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name));
-                    let e = e.of_tensor(info.name);
-                    return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].spelled)));
-                }
-                made.push(convert.call1((capsule(py, view, self.device, (code, bits), shape)?,))?);
+                made.push(tensor_of(py, view, (checkpoint, wanted), spec, self.device, convert)?);
             }
         }
         PyList::new(py, made)
     }
+}
+
+/// A dtype in DLPack: its code, its bits, and how many elements of the tensor one of them holds.
+pub(crate) type Spec = (u8, u8, i64);
+
+/// `convert(capsule)` for the bytes of a want, which are on this device.
+pub(crate) fn tensor_of<'py>(
+    py: Python<'py>,
+    view: CoreView,
+    (checkpoint, want): (&penstock::Checkpoint, &Want),
+    (code, bits, packed): Spec,
+    device: (c_int, c_int),
+    convert: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let info = checkpoint.tensor(want.tensor);
+    let mut shape: Shape = match &want.region {
+        None => info.shape.iter().map(|&n| n as i64).collect(),
+        Some(region) => region.iter().map(|r| r.count() as i64).collect(),
+    };
+    if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
+        *last /= packed;
+    }
+    if let Some(why) = unfit(&view, (code, bits), &shape) {
+        let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name)).of_tensor(info.name);
+        return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].spelled)));
+    }
+    convert.call1((capsule(py, view, device, (code, bits), shape)?,))
 }
 
 /// The caller's memory, one for each want: address and bytes, the dimensions of what is not contiguous, and the dtypes of
@@ -416,7 +411,7 @@ fn check_driver(asked: Option<Vendor>, device: &str) -> penstock::Result<()> {
 /// The reason that a dtype and shape do not suit the view. They would read past the view, or the dimensions that
 /// are not empty have more elements than an i64 can count in bits. Only an empty tensor can have such dimensions. torch
 /// multiplies its strides until they overflow, and then frees the capsule twice (2.15).
-pub(crate) fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
+fn unfit(view: &CoreView, (_, bits): (u8, u8), shape: &[i64]) -> Option<String> {
     let span = shape.iter().try_fold(i64::from(bits), |n, &d| if d < 0 { None } else { n.checked_mul(d.max(1)) });
     let held = span.map(|n| if shape.contains(&0) { 0 } else { n.unsigned_abs() });
     match (held, view.nbytes()) {
@@ -434,9 +429,7 @@ fn fits(view: &CoreView, dtype: (u8, u8), shape: &[i64]) -> PyResult<()> {
 pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec<Bound<'py, PyDict>>> {
     let one = |f: &Fallback| {
         let d = PyDict::new(py);
-        d.set_item("from", f.from)?;
-        d.set_item("to", f.to)?;
-        d.set_item("reason", &f.reason)?;
+        set_fields!(d, f, from, to, reason);
         Ok(d)
     };
     fallbacks.iter().map(one).collect()
@@ -445,53 +438,29 @@ pub(crate) fn told<'py>(py: Python<'py>, fallbacks: &[Fallback]) -> PyResult<Vec
 /// `reason`: why the rank exchanges nothing, if that was settled before.
 fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
     let d = PyDict::new(py);
-    d.set_item("seconds", r.seconds)?;
-    d.set_item("plan_seconds", r.plan_seconds)?;
-    d.set_item("first_tensor_seconds", r.first_tensor_seconds)?;
-    d.set_item("cpu_seconds", r.cpu_seconds)?;
-    d.set_item("engine_cpu_seconds", r.engine_cpu_seconds)?;
-    d.set_item("nbytes", r.nbytes)?;
-    d.set_item("tensors", r.tensors)?;
+    set_fields!(d, r, seconds, plan_seconds, first_tensor_seconds, cpu_seconds, engine_cpu_seconds, nbytes, tensors);
     d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
     let routes = PyDict::new(py);
     for (kind, totals) in r.routes.iter() {
         let lane = PyDict::new(py);
-        lane.set_item("bytes", totals.bytes)?;
-        lane.set_item("extents", totals.extents)?;
+        set_fields!(lane, totals, bytes, extents);
         routes.set_item(kind.name, lane)?;
     }
     d.set_item("routes", routes)?;
     d.set_item("slack_bytes", r.unwanted.slack)?;
     d.set_item("gap_bytes", r.unwanted.gap)?;
     d.set_item("gaps", &r.unwanted.of_tensors)?;
-    d.set_item("gap_limit", r.gap_limit)?;
-    d.set_item("rerouted_extents", r.rerouted_extents)?;
-    d.set_item("resident_bytes", r.resident_bytes)?;
-    d.set_item("residency_probes", r.residency_probes)?;
-    d.set_item("first_touch_bytes", r.first_touch_bytes)?;
-    d.set_item("first_touch_seconds", r.first_touch_seconds)?;
-    d.set_item("touched_pages", r.touched_pages)?;
-    d.set_item("touch_calls", r.touch_calls)?;
-    d.set_item("peak_staging", r.peak_staging)?;
+    set_fields!(d, r, gap_limit, rerouted_extents, resident_bytes, residency_probes);
+    set_fields!(d, r, first_touch_bytes, first_touch_seconds, touched_pages, touch_calls, peak_staging);
     d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
     let waits = PyDict::new(py);
-    let w = &r.waits;
-    for (name, time) in [
-        ("source", w.source),
-        ("device", w.device),
-        ("staging", w.staging),
-        ("consumer", w.consumer),
-        ("allocation", w.allocation),
-    ] {
+    for (name, time) in r.waits.by_name() {
         waits.set_item(name, time.as_secs_f64())?;
     }
     d.set_item("waits", waits)?;
     let network = r.network.map(|traffic| {
         let d = PyDict::new(py);
-        d.set_item("requests", traffic.requests)?;
-        d.set_item("connections", traffic.connections)?;
-        d.set_item("retries", traffic.retries)?;
-        d.set_item("busy", traffic.busy)?;
+        set_fields!(d, traffic, requests, connections, retries, busy);
         d.set_item("moved_requests", traffic.moved)?;
         d.set_item("received_bytes", traffic.received)?;
         d.set_item("gap_bytes", traffic.gaps)?;
@@ -508,9 +477,7 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
         Ok::<_, PyErr>(d)
     });
     d.set_item("exchange", exchange.transpose()?)?;
-    d.set_item("bottleneck", r.bottleneck)?;
-    d.set_item("cache", r.cache)?;
-    d.set_item("cache_reason", &r.cache_reason)?;
+    set_fields!(d, r, bottleneck, cache, cache_reason);
     d.set_item("cache_fill", r.cache_fill.clone().map(CacheFill::new))?;
     Ok(d)
 }

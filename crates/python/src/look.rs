@@ -1,7 +1,7 @@
 //! Requests to servers, step by step: for `penstock doctor`.
 
 use crate::errors::{detached, raise};
-use crate::guard::{answer, Answer};
+use crate::guard::{answer, set_fields, Answer};
 use crate::storage::stores_of;
 use penstock::store::{Look, Version};
 use pyo3::prelude::*;
@@ -29,8 +29,7 @@ pub(crate) fn told<'py>(py: Python<'py>, look: &Look) -> PyResult<Bound<'py, PyD
     let mut servers = Vec::new();
     for asked in &look.servers {
         let one = PyDict::new(py);
-        one.set_item("server", &asked.server)?;
-        one.set_item("addresses", asked.addresses)?;
+        set_fields!(one, asked, server, addresses);
         one.set_item("lookup_seconds", seconds(asked.lookup))?;
         one.set_item("connect_seconds", seconds(asked.connect))?;
         one.set_item("tls_seconds", seconds(asked.tls))?;

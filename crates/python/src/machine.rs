@@ -94,14 +94,7 @@ pub(crate) fn gpus(py: Python<'_>) -> Answer<'_, Bound<'_, PyDict>> {
                     Err(e) => reason = Some(e),
                     Ok((version, gpus)) => {
                         d.set_item("driver_version", version)?;
-                        for gpu in gpus {
-                            let one = PyDict::new(py);
-                            one.set_item("name", gpu.name)?;
-                            one.set_item("pci", gpu.pci)?;
-                            one.set_item("integrated", gpu.integrated)?;
-                            one.set_item("copy_engines", gpu.copy_engines)?;
-                            found.push(one);
-                        }
+                        found = gpus;
                     }
                 }
             }
@@ -112,6 +105,8 @@ pub(crate) fn gpus(py: Python<'_>) -> Answer<'_, Bound<'_, PyDict>> {
     })
 }
 
+/// As a dictionary in Python.
+#[derive(IntoPyObject)]
 struct Gpu {
     name: String,
     pci: String,

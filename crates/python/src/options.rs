@@ -2,8 +2,8 @@
 
 use crate::errors::invalid;
 use crate::guard::{answer, guarded, Answer, Listed};
-use penstock::options::{row, Form, OptionRow, OptionValue, Options as Core, Shown, TABLE};
-use pyo3::exceptions::PyTypeError;
+use penstock::options::{row, Form, OptionRow, OptionValue, Options as Core, Order, Shown, TABLE};
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBool, PyDict, PyString, PyTuple};
 use pyo3::IntoPyObjectExt;
@@ -264,6 +264,16 @@ pub(crate) fn stall_timeout_of(value: Option<f64>) -> PyResult<Duration> {
 #[pyo3(signature = (value = None))]
 pub(crate) fn stall_timeout(py: Python<'_>, value: Option<f64>) -> Answer<'_, f64> {
     answer(py, || stall_timeout_of(value).map(|timeout| timeout.as_secs_f64()))
+}
+
+/// The order of this name. `must`: what the error says of another one.
+pub(crate) fn order_of(name: &str, must: &str) -> PyResult<Order> {
+    match name {
+        "file" => Ok(Order::File),
+        "layer" => Ok(Order::Layer),
+        "asked" => Ok(Order::Asked),
+        _ => Err(PyValueError::new_err(format!("order={name:?}: {must}"))),
+    }
 }
 
 pub(crate) fn repr(value: &Bound<'_, PyAny>) -> String {

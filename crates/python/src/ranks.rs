@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyString};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The pass of a rank for the others: its number, a token, and a proof of the key in its environment, if it has one.
@@ -57,11 +57,11 @@ impl Pass {
 
 /// A rank's own address, before it knows those of the others.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Seat(Held<Mutex<Option<CoreSeat>>>);
+pub(crate) struct Seat(Held<Owned<CoreSeat>>);
 
 /// The connections of a rank to all others. A load takes them.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Mesh(Held<Mutex<Option<CoreMesh>>>);
+pub(crate) struct Mesh(Held<Owned<CoreMesh>>);
 
 /// The reader of each byte of a checkpoint that several ranks load together.
 #[pyclass(frozen, module = "penstock._core")]
@@ -82,16 +82,33 @@ fn asked((host, port, token): &Reached) -> PyResult<Reachable> {
     Ok((SocketAddr::new(address_of(host)?, *port), *token))
 }
 
-/// Takes the value out of its owner; `None` if it is gone already.
-fn taken<T>(owner: &Mutex<Option<T>>) -> Option<T> {
-    owner.lock().unwrap_or_else(PoisonError::into_inner).take()
-}
+/// A value until it is taken or closed, and the error after that.
+struct Owned<T>(Mutex<Option<T>>, &'static str);
 
-/// Takes the value out of its owner and ends it. Releases the GIL, because that joins threads.
-fn close<T: Send>(py: Python<'_>, owner: &Mutex<Option<T>>, end: impl FnOnce(T) + Send) -> PyResult<()> {
-    let owned = taken(owner);
-    py.detach(|| owned.map_or((), end));
-    Ok(())
+impl<T: Send> Owned<T> {
+    fn new(value: T, gone: &'static str) -> Held<Self> {
+        Held::new(Self(Mutex::new(Some(value)), gone))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does something with the value.
+    fn with<R>(&self, work: impl FnOnce(&mut T) -> PyResult<R>) -> PyResult<R> {
+        self.lock().as_mut().map_or_else(|| Err(invalid(self.1)), work)
+    }
+
+    fn take(&self) -> PyResult<T> {
+        self.lock().take().ok_or_else(|| invalid(self.1))
+    }
+
+    /// Takes the value, if it is there, and ends it. Releases the GIL, because that joins threads.
+    fn close(&self, py: Python<'_>, end: impl FnOnce(T) + Send) -> PyResult<()> {
+        let owned = self.lock().take();
+        py.detach(|| owned.map_or((), end));
+        Ok(())
+    }
 }
 
 fn place(host: &str, options: &Options) -> PyResult<ListenAt> {
@@ -115,53 +132,42 @@ impl Seat {
     fn new(py: Python<'_>, host: &str, options: &Options, known: &Pass) -> PyResult<Self> {
         guarded(py, || {
             let seat = CoreSeat::new(place(host, options)?, known.0.clone()).map_err(|e| raise(py, &e))?;
-            Ok(Self(Held::new(Mutex::new(Some(seat)))))
+            Ok(Self(Owned::new(seat, "this seat was taken")))
         })
     }
 
     /// The port.
     #[getter]
     fn port<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || {
-            let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let seat = seat.as_ref().ok_or_else(|| invalid("this seat was taken"))?;
-            seat.address().map(|address| address.port()).map_err(|e| raise(py, &e))
-        })
+        answer(py, || self.0.with(|seat| seat.address().map(|address| address.port()).map_err(|e| raise(py, &e))))
     }
 
     /// The port at which others ask whether this rank is there.
     #[getter]
     fn pulse<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || {
-            let seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            Ok(seat.as_ref().ok_or_else(|| invalid("this seat was taken"))?.pulse().port())
-        })
+        answer(py, || self.0.with(|seat| Ok(seat.pulse().port())))
     }
 
     /// Watches the other ranks from now on: (host, port, token) of what answers there. `silence`: seconds without an answer.
     fn watch<'py>(&self, py: Python<'py>, pulses: Listed<Reached>, silence: f64) -> Answer<'py, ()> {
         answer(py, || {
             let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
-            let mut seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let seat = seat.as_mut().ok_or_else(|| invalid("this seat was taken"))?;
-            seat.watch(&pulses, Duration::try_from_secs_f64(silence).unwrap_or_default());
-            Ok(())
+            let silence = Duration::try_from_secs_f64(silence).unwrap_or_default();
+            self.0.with(|seat| {
+                seat.watch(&pulses, silence);
+                Ok(())
+            })
         })
     }
 
     /// Raises PeerError if one of these ranks is not there any more.
     fn look(&self, py: Python<'_>, ranks: Listed<u32>) -> PyResult<()> {
-        guarded(py, || {
-            detached(py, || {
-                let mut seat = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-                seat.as_mut().map_or(Ok(()), |seat| seat.look(&ranks.0))
-            })
-        })
+        guarded(py, || detached(py, || self.0.lock().as_mut().map_or(Ok(()), |seat| seat.look(&ranks.0))))
     }
 
     /// Listens no more.
     fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
-        answer(py, || close(py, &self.0, drop))
+        answer(py, || self.0.close(py, drop))
     }
 
     /// Connects to all others: (host, port) of all ranks (None: it is no member), and 16 bytes that name this load. `go_on` is
@@ -176,8 +182,7 @@ impl Seat {
         go_on: Option<Py<PyAny>>,
     ) -> PyResult<Mesh> {
         guarded(py, || {
-            let seat = taken(&self.0);
-            let seat = seat.ok_or_else(|| invalid("this seat was taken"))?;
+            let seat = self.0.take()?;
             let addresses = addresses.0.iter().map(|one| one.as_ref().map(address).transpose());
             let addresses = addresses.collect::<PyResult<Vec<_>>>()?;
             if seat.rank() as usize >= addresses.len() {
@@ -185,7 +190,7 @@ impl Seat {
             }
             let patience = Duration::try_from_secs_f64(timeout).unwrap_or_default();
             let mesh = asking(py, go_on, |go_on| seat.join(&addresses, token, patience, go_on))?;
-            Ok(Mesh(Held::new(Mutex::new(Some(mesh)))))
+            Ok(Mesh(Owned::new(mesh, "these connections were taken by another load")))
         })
     }
 }
@@ -214,7 +219,7 @@ fn asking<T: Send>(
 
 impl Mesh {
     pub(crate) fn take(&self) -> PyResult<CoreMesh> {
-        taken(&self.0).ok_or_else(|| invalid("these connections were taken by another load"))
+        self.0.take()
     }
 }
 
@@ -222,13 +227,13 @@ impl Mesh {
 impl Mesh {
     /// Closes the connections, if no load has taken them.
     fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
-        answer(py, || close(py, &self.0, drop))
+        answer(py, || self.0.close(py, drop))
     }
 }
 
 /// A rank that answers, and watches the others, while no load of them is under way.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Lookout(Held<Mutex<Option<CoreLookout>>>);
+pub(crate) struct Lookout(Held<Owned<CoreLookout>>);
 
 #[pymethods]
 impl Lookout {
@@ -237,48 +242,42 @@ impl Lookout {
     fn new(py: Python<'_>, host: &str, options: &Options, known: &Pass) -> PyResult<Self> {
         guarded(py, || {
             let lookout = CoreLookout::new(place(host, options)?, known.0.clone()).map_err(|e| raise(py, &e))?;
-            Ok(Self(Held::new(Mutex::new(Some(lookout)))))
+            Ok(Self(Owned::new(lookout, "this lookout was closed")))
         })
     }
 
     /// The port at which it answers.
     #[getter]
     fn pulse<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || {
-            let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            Ok(lookout.as_ref().ok_or_else(|| invalid("this lookout was closed"))?.address().port())
-        })
+        answer(py, || self.0.with(|lookout| Ok(lookout.address().port())))
     }
 
     /// Watches the other ranks from now on: (host, port, token) of what answers there. `silence`: seconds without an answer.
     fn watch<'py>(&self, py: Python<'py>, pulses: Listed<Reached>, silence: f64) -> Answer<'py, ()> {
         answer(py, || {
             let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
-            let mut lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let lookout = lookout.as_mut().ok_or_else(|| invalid("this lookout was closed"))?;
             let silence = Duration::try_from_secs_f64(silence).unwrap_or_default();
-            lookout.watch(&pulses, silence).map_err(|e| raise(py, &e))
+            self.0.with(|lookout| lookout.watch(&pulses, silence).map_err(|e| raise(py, &e)))
         })
     }
 
     /// Raises PeerError if a rank was stopped.
     fn look<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
         answer(py, || {
-            let lookout = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let lost = lookout.as_ref().and_then(CoreLookout::lost);
+            let lost = self.0.lock().as_ref().and_then(CoreLookout::lost);
             lost.map_or(Ok(()), |e| Err(raise(py, &e)))
         })
     }
 
     /// Answers no more, and watches nobody.
     fn close<'py>(&self, py: Python<'py>) -> Answer<'py, ()> {
-        answer(py, || close(py, &self.0, drop))
+        answer(py, || self.0.close(py, drop))
     }
 }
 
 /// Connections that stand between loads: a process that ends closes its own.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Standing(Held<Mutex<Option<StandingLinks>>>);
+pub(crate) struct Standing(Held<Owned<StandingLinks>>);
 
 #[pymethods]
 impl Standing {
@@ -287,17 +286,14 @@ impl Standing {
     fn new(py: Python<'_>, host: &str, options: &Options, known: &Pass) -> PyResult<Self> {
         guarded(py, || {
             let standing = StandingLinks::new(place(host, options)?, known.0.clone()).map_err(|e| raise(py, &e))?;
-            Ok(Self(Held::new(Mutex::new(Some(standing)))))
+            Ok(Self(Owned::new(standing, "these connections were closed")))
         })
     }
 
     /// The port.
     #[getter]
     fn port<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || {
-            let standing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            Ok(standing.as_ref().ok_or_else(|| invalid("these connections were closed"))?.address().port())
-        })
+        answer(py, || self.0.with(|standing| Ok(standing.address().port())))
     }
 
     /// Connects to all others: (host, port) of all ranks, (host, port, token) of what says whether they are there, and 16 bytes
@@ -320,29 +316,25 @@ impl Standing {
             let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
             let [patience, silence] = [timeout, silence].map(|s| Duration::try_from_secs_f64(s).unwrap_or_default());
             // Others may ask meanwhile who has closed: nobody yet
-            let standing = taken(&self.0);
-            let mut standing = standing.ok_or_else(|| invalid("these connections were closed"))?;
+            let mut standing = self.0.take()?;
             if standing.rank() as usize >= addresses.len() {
                 return Err(invalid(format!("rank {} of {}", standing.rank(), addresses.len())));
             }
             asking(py, go_on, |go_on| standing.join(&addresses, &pulses, token, (patience, silence), go_on))?;
-            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(standing);
+            *self.0.lock() = Some(standing);
             Ok(())
         })
     }
 
     /// Ranks that have closed their connection, and for which rank each of them has given up (None: it has not said so).
     fn closed<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<(u32, Option<u32>)>> {
-        answer(py, || {
-            let mut standing = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            Ok(standing.as_mut().map_or_else(Vec::new, |standing| standing.closed().to_vec()))
-        })
+        answer(py, || Ok(self.0.lock().as_mut().map_or_else(Vec::new, |standing| standing.closed().to_vec())))
     }
 
     /// Closes them. `blamed`: the rank for which this one gives up.
     #[pyo3(signature = (blamed = None))]
     fn close<'py>(&self, py: Python<'py>, blamed: Option<u32>) -> Answer<'py, ()> {
-        answer(py, || close(py, &self.0, |mut standing| standing.close(blamed)))
+        answer(py, || self.0.close(py, |mut standing| standing.close(blamed)))
     }
 }
 
@@ -437,17 +429,14 @@ pub(crate) fn traffic<'py>(
         let core = checkpoint.0.clone();
         let scope = if within_nodes { Scope::Node } else { Scope::World };
         detached(py, || -> penstock::Result<Table> {
-            let lists = unpacked(&lists, core.len() as u32)?;
+            let unpacked = lists.0.iter().map(|list| packed::unpack(list, core.len() as u32));
+            let lists = unpacked.collect::<penstock::Result<Vec<Vec<Want>>>>()?;
             let found = PlannedTraffic::new(&core, Party { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
             let rank = |r: &OfRank| [r.wanted, r.read, r.reads, r.parcels, r.sent, r.received, r.alone.0, r.alone.1];
             let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
             Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))
         })
     })
-}
-
-fn unpacked(lists: &Listed<PyBackedBytes>, tensors: u32) -> penstock::Result<Vec<Vec<Want>>> {
-    lists.0.iter().map(|list| packed::unpack(list, tensors)).collect()
 }
 
 /// The wants of a rank, as bytes for the others.

@@ -1,16 +1,15 @@
 //! `_core.Reader`.
 
 use crate::checkpoint::Checkpoint;
-use crate::dlpack::{capsule, CPU};
-use crate::errors::{interruptibly, raise};
-use crate::guard::{answer, guarded, letting_go, Answer, Held};
-use crate::load::{unfit, View};
+use crate::dlpack::CPU;
+use crate::errors::interruptibly;
+use crate::guard::{answer, guarded, letting_go, perform, Answer, Held};
+use crate::load::{tensor_of, Spec, View};
 use crate::options::Options;
 use crate::wants::{want_of, Region};
 use penstock::load::Reader as Core;
 use penstock::memory::View as CoreView;
 use penstock::plan::want::Want;
-use penstock::{Error, ErrorKind};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -67,19 +66,12 @@ impl Reader {
         answer(py, || {
             let checkpoint = self.0.checkpoint();
             let want = want_of(checkpoint, tensor, region)?;
-            let info = checkpoint.tensor(tensor);
-            let Some(spec) = dtypes.get_item(info.dtype.name())? else { return Ok(py.None().into_bound(py)) };
-            let (code, bits, packed): (u8, u8, i64) = spec.extract()?;
-            let mut shape: Vec<i64> = want.shape(&info).into_iter().map(|n| n as i64).collect();
-            if let (true, Some(last)) = (packed > 1, shape.last_mut()) {
-                *last /= packed;
-            }
+            let Some(spec) = dtypes.get_item(checkpoint.tensor(tensor).dtype.name())? else {
+                return Ok(py.None().into_bound(py));
+            };
+            let spec: Spec = spec.extract()?;
             let Some(view) = self.read(py, &want)? else { return Ok(py.None().into_bound(py)) };
-            if let Some(why) = unfit(&view, (code, bits), &shape) {
-                let e = Error::new(ErrorKind::Unsupported, format!("tensor {} {why}", info.name)).of_tensor(info.name);
-                return Err(raise(py, &e.at(&checkpoint.files()[info.file as usize].spelled)));
-            }
-            convert.call1((capsule(py, view, (CPU, 0), (code, bits), shape.into_iter().collect())?,))
+            tensor_of(py, view, (checkpoint, &want), spec, (CPU, 0), convert)
         })
     }
 
@@ -89,10 +81,7 @@ impl Reader {
     }
 
     fn release(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| self.0.release());
-            Ok(())
-        })
+        perform(py, || py.detach(|| self.0.release()))
     }
 }
 
@@ -105,9 +94,8 @@ impl Reader {
 /// Ends the threads that read ahead and waits for them, at most `patience` seconds.
 #[pyfunction]
 pub(crate) fn stop_reading_ahead(py: Python<'_>, patience: f64) -> PyResult<()> {
-    guarded(py, || {
+    perform(py, || {
         let patience = Duration::try_from_secs_f64(patience.clamp(0.0, 60.0)).unwrap_or_default();
         py.detach(|| penstock::store::stop_reading_ahead(patience));
-        Ok(())
     })
 }

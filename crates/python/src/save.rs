@@ -1,7 +1,7 @@
 //! `_core.Save`.
 
 use crate::errors::{detached, raise};
-use crate::guard::{answer, guarded, letting_go, Answer, Held, Listed};
+use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
 use crate::load::{told, Kept};
 use crate::options::Options;
 use crate::waiting::patiently;
@@ -141,10 +141,7 @@ impl Save {
     }
 
     fn supplied(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            self.core.supplied();
-            Ok(())
-        })
+        perform(py, || self.core.supplied())
     }
 
     fn progress<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64)> {
@@ -152,10 +149,7 @@ impl Save {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        guarded(py, || {
-            py.detach(|| self.core.close());
-            Ok(())
-        })
+        perform(py, || py.detach(|| self.core.close()))
     }
 
     fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<OsString>> {
@@ -166,17 +160,9 @@ impl Save {
         answer(py, || {
             let r = self.core.report().map_err(|e| raise(py, &e))?;
             let d = PyDict::new(py);
-            d.set_item("seconds", r.seconds)?;
-            d.set_item("sync_seconds", r.sync_seconds)?;
-            d.set_item("fill_seconds", r.fill_seconds)?;
-            d.set_item("write_seconds", r.write_seconds)?;
-            d.set_item("nbytes", r.nbytes)?;
-            d.set_item("file_bytes", r.file_bytes)?;
+            set_fields!(d, r, seconds, sync_seconds, fill_seconds, write_seconds, nbytes, file_bytes);
             d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
-            d.set_item("writes", r.writes)?;
-            d.set_item("direct_bytes", r.direct_bytes)?;
-            d.set_item("threads", r.threads)?;
-            d.set_item("peak_staging", r.peak_staging)?;
+            set_fields!(d, r, writes, direct_bytes, threads, peak_staging);
             d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
             Ok(d)
         })

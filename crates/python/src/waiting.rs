@@ -70,6 +70,11 @@ fn stop_where_exiting<T>(found: &penstock::Result<T>) {
     }
 }
 
+/// So many seconds; none where they are negative, and without an end where they are too many.
+pub(crate) fn time_of(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+}
+
 /// Waits without the GIL, in pieces, so that Ctrl-C works at once.
 pub(crate) fn patiently<T: PartialEq + Send>(
     py: Python<'_>,
@@ -77,8 +82,7 @@ pub(crate) fn patiently<T: PartialEq + Send>(
     not_yet: T,
     wait: impl Fn(Duration) -> penstock::Result<T> + Sync,
 ) -> PyResult<T> {
-    let seconds = timeout.map(|t| Duration::try_from_secs_f64(t.max(0.0)).unwrap_or(Duration::MAX));
-    let deadline = seconds.and_then(|t| Instant::now().checked_add(t));
+    let deadline = timeout.and_then(|seconds| Instant::now().checked_add(time_of(seconds)));
     loop {
         let left = deadline.map_or(SIGNALS, |d| d.saturating_duration_since(Instant::now()).min(SIGNALS));
         let found = detached(py, || {

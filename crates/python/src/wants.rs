@@ -14,21 +14,13 @@ pub(crate) fn wants_of(
     wants: Option<Listed<u32>>,
     regions: Option<Listed<Region>>,
 ) -> PyResult<Vec<Want>> {
-    let mut wants: Vec<Want> = match wants {
-        None => Want::all(core),
-        Some(wants) => wants.0.into_iter().map(Want::whole).collect(),
-    };
-    if let Some(want) = wants.iter().find(|w| w.tensor as usize >= core.len()) {
-        return Err(PyIndexError::new_err(format!("tensor {} of {}", want.tensor, core.len())));
-    }
-    if let Some(regions) = regions {
-        if regions.0.len() != wants.len() {
-            return Err(PyValueError::new_err("there must be one region (or None) per want"));
-        }
-        for (want, region) in wants.iter_mut().zip(regions.0) {
-            want.region =
-                region.map(|r| r.0.into_iter().map(|(start, end, step)| AxisSlice { start, end, step }).collect());
-        }
+    let tensors = wants.map_or_else(|| (0..core.len() as u32).collect(), |wants| wants.0);
+    let there_are_all = regions.as_ref().is_none_or(|regions| regions.0.len() == tensors.len());
+    let regions = regions.into_iter().flat_map(|regions| regions.0).chain(std::iter::repeat_with(|| None));
+    let wants = tensors.into_iter().zip(regions).map(|(tensor, region)| want_of(core, tensor, region));
+    let wants = wants.collect::<PyResult<Vec<Want>>>()?;
+    if !there_are_all {
+        return Err(PyValueError::new_err("there must be one region (or None) per want"));
     }
     Ok(wants)
 }

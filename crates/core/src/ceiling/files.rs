@@ -9,7 +9,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
@@ -49,17 +49,12 @@ impl<'a> OpenFiles<'a> {
         Ok(Self { paths, files, sizes, parts })
     }
 
-    fn path(&self, part: &FileBlock) -> &Path {
-        &self.paths[part.file]
-    }
-
-    fn failed(&self, part: &FileBlock, doing: &str, cause: &io::Error) -> Error {
-        Error::io(doing, cause).at(self.path(part)).range(part.offset..part.offset + part.len as u64)
+    fn failed(&self, part: &FileBlock, error: Error) -> Error {
+        error.at(&self.paths[part.file]).range(part.offset..part.offset + part.len as u64)
     }
 
     fn ended_early(&self, part: &FileBlock) -> Error {
-        let range = part.offset..part.offset + part.len as u64;
-        Error::new(ErrorKind::Truncated, "the file ended early").at(self.path(part)).range(range)
+        self.failed(part, Error::new(ErrorKind::Truncated, "the file ended early"))
     }
 
     /// Reads `part` whole into `buffer`, whose length may be rounded up to a sector beyond the end of the file.
@@ -69,7 +64,7 @@ impl<'a> OpenFiles<'a> {
             match self.files[part.file].read_at(&mut buffer[done..], part.offset + done as u64) {
                 Ok(0) => return Err(self.ended_early(part)),
                 Ok(count) => done += count,
-                Err(cause) => return Err(self.failed(part, "read", &cause)),
+                Err(cause) => return Err(self.failed(part, Error::io("read", &cause))),
             }
         }
         Ok(())
@@ -79,22 +74,15 @@ impl<'a> OpenFiles<'a> {
 pub(super) fn measure(settings: &Settings, paths: &[PathBuf]) -> Result<Measured> {
     let direct = matches!(settings.measure, Measure::Direct | Measure::Place);
     let source = OpenFiles::open(paths, direct, settings.block)?;
-    let in_use = match settings.measure {
-        Measure::Place => Some(Places::new(&source, true)?),
-        _ => None,
-    };
+    let in_use = (settings.measure == Measure::Place).then(|| Places::new(&source, true)).transpose()?;
     let start = Instant::now();
-    match (settings.measure, settings.engine) {
-        (Measure::Direct, Interface::Uring) => uring(&source, settings)?,
-        (Measure::Direct | Measure::Copy, Interface::Threads) => reused_buffers(&source, settings)?,
-        (Measure::Copy | Measure::Fresh, Interface::Mapped) => copied_from_mappings(&source, settings)?,
-        (Measure::Fresh, _) => place(&source, &Places::new(&source, false)?, settings)?,
-        (Measure::Populate, _) => populate(&source, settings)?,
-        _ => {
-            if let Some(places) = &in_use {
-                place(&source, places, settings)?;
-            }
-        }
+    match (settings.measure, settings.engine, &in_use) {
+        (_, _, Some(places)) => place(&source, places, settings)?,
+        (Measure::Direct, Interface::Uring, _) => uring(&source, settings)?,
+        (Measure::Direct | Measure::Copy, Interface::Threads, _) => reused_buffers(&source, settings)?,
+        (Measure::Copy | Measure::Fresh, Interface::Mapped, _) => copied_from_mappings(&source, settings)?,
+        (Measure::Fresh, ..) => place(&source, &Places::new(&source, false)?, settings)?,
+        _ => populate(&source, settings)?,
     }
     Ok(Measured { bytes: source.sizes.iter().sum(), seconds: start.elapsed().as_secs_f64() })
 }
@@ -201,7 +189,7 @@ fn populate_part(source: &OpenFiles<'_>, maps: &[Mapping], part: &FileBlock) -> 
     if unsafe { libc::madvise(at.cast(), part.len, libc::MADV_POPULATE_READ) } == 0 {
         return Ok(at);
     }
-    Err(source.failed(part, "populate", &io::Error::last_os_error()))
+    Err(source.failed(part, Error::io("populate", &io::Error::last_os_error())))
 }
 
 fn populate(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
@@ -211,10 +199,7 @@ fn populate(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
 
 fn copied_from_mappings(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
     let maps = mapped(source)?;
-    let fresh = match settings.measure {
-        Measure::Fresh => Some(Places::new(source, false)?),
-        _ => None,
-    };
+    let fresh = (settings.measure == Measure::Fresh).then(|| Places::new(source, false)).transpose()?;
     let reused = Anonymous::new((settings.threads * settings.block) as u64)?;
     in_threads(&source.parts, settings.threads, |worker, part| {
         let from = populate_part(source, &maps, part)?;
@@ -263,7 +248,10 @@ fn uring(source: &OpenFiles<'_>, settings: &Settings) -> Result<()> {
         for (data, result) in arrived.drain(..) {
             let (index, buffer) = (data / depth, data % depth);
             match result {
-                ..0 => return Err(source.failed(&parts[index], "read", &io::Error::from_raw_os_error(-result))),
+                ..0 => {
+                    let cause = io::Error::from_raw_os_error(-result);
+                    return Err(source.failed(&parts[index], Error::io("read", &cause)));
+                }
                 0 => return Err(source.ended_early(&parts[index])),
                 _ => done[buffer] += result as usize,
             }

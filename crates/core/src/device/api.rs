@@ -57,14 +57,6 @@ pub enum Attribute {
     Integrated,
     /// How many copies can run beside kernels.
     CopyEngines,
-    /// 1 if the device reaches registered memory at its host address.
-    HostPointerForRegistered,
-    /// 1 if the device reaches host memory that is not registered.
-    PageableMemoryAccess,
-    /// Compute capability, before the point.
-    ComputeMajor,
-    /// Compute capability, after the point.
-    ComputeMinor,
 }
 
 impl Attribute {
@@ -73,22 +65,15 @@ impl Attribute {
         let (cuda, hip) = match self {
             Self::Integrated => (18, 16),
             Self::CopyEngines => (40, 2),
-            Self::HostPointerForRegistered => (91, 4),
-            Self::PageableMemoryAccess => (88, 65),
-            Self::ComputeMajor => (75, 23),
-            Self::ComputeMinor => (76, 61),
         };
-        match vendor {
-            Vendor::Cuda => cuda,
-            Vendor::Hip => hip,
-        }
+        vendor.pick(cuda, hip)
     }
 }
 
 /// Rows of bytes to copy: `rows` times `width` bytes, with a separate distance on each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rows {
-    /// First byte of the destination: a device address, or a host address for a copy to the host.
+    /// First byte of the destination: a device address.
     pub to: u64,
     /// Bytes from row to row there.
     pub to_pitch: u64,
@@ -108,12 +93,6 @@ impl Rows {
         let one = self.rows <= 1 || (self.to_pitch == self.width && self.from_pitch == self.width);
         one.then(|| self.width * self.rows)
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Direction {
-    ToDevice,
-    ToHost,
 }
 
 /// A code other than success, and the function that returned it.
@@ -233,20 +212,13 @@ tables! {
         raw_stream_synchronize(stream: usize) = "cuStreamSynchronize" | "hipStreamSynchronize";
         raw_event_create(event: *mut usize, flags: u32) = "cuEventCreate" | "hipEventCreateWithFlags";
         raw_event_record(event: usize, stream: usize) = "cuEventRecord" | "hipEventRecord";
-        raw_event_query(event: usize) = "cuEventQuery" | "hipEventQuery";
         raw_event_synchronize(event: usize) = "cuEventSynchronize" | "hipEventSynchronize";
         raw_event_destroy(event: usize) = "cuEventDestroy_v2" | "hipEventDestroy";
     }
     optional {
-        raw_host_device_pointer(device: *mut u64, host: *mut c_void, flags: u32)
-            = "cuMemHostGetDevicePointer_v2" | "hipHostGetDevicePointer";
         raw_allocation(start: *mut u64, bytes: *mut usize, pointer: u64)
             = "cuMemGetAddressRange_v2" | "hipMemGetAddressRange";
-        raw_primary_state(device: i32, flags: *mut u32, active: *mut i32)
-            = "cuDevicePrimaryCtxGetState" | "hipDevicePrimaryCtxGetState";
         raw_capture_mode(mode: *mut i32) = "cuThreadExchangeStreamCaptureMode" | "hipThreadExchangeStreamCaptureMode";
-        // Used instead of the capture *info*, whose arguments changed with every major version.
-        raw_is_capturing(stream: usize, status: *mut i32) = "cuStreamIsCapturing" | "hipStreamIsCapturing";
         // The form of CUDA 12.8, which later drivers keep under this name beside `_v2`.
         raw_batch(
             to: *const u64,
@@ -324,6 +296,8 @@ const _: () = assert!(size_of::<CudaMemcpy2d>() == 128 && size_of::<CopyAttribut
 
 const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
+/// `hipMemcpyHostToDevice`.
+const HIP_HOST_TO_DEVICE: i32 = 1;
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: the source is read when the copy's turn in the stream comes.
 const SOURCE_IN_STREAM_ORDER: i32 = 1;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`: captures of other threads forbid nothing to this thread.
@@ -346,7 +320,6 @@ const NO_DEVICE: i32 = 100;
 /// when it still is.
 const INVALID_CONTEXT: i32 = 201;
 const CONTEXT_IS_DESTROYED: i32 = 709;
-const NOT_READY: i32 = 600;
 const NOT_SUPPORTED: i32 = 801;
 /// After these the context answers every call with the same code until the process ends (cuda.h). An uncorrectable memory
 /// error (214), an illegal address, a launch that timed out, an assertion in a kernel (710), a hardware stack error (714),
@@ -694,27 +667,13 @@ impl Api {
         })
     }
 
-    /// Whether any code in this process has the primary context of a device; `None` if the driver cannot tell. It makes
-    /// no context, and needs none.
-    ///
-    /// # Errors
-    /// `Device` if there is no such device.
-    pub fn primary_is_active(&self, ordinal: i32) -> Result<Option<bool>> {
-        let device = self.device(ordinal)?;
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: valid out parameters.
-        let asked = unsafe { self.raw_primary_state(device, &mut flags, &mut active) };
-        let asked = asked.transpose().map_err(|f| self.error(f, format_args!("ask for the context of {ordinal}")))?;
-        Ok(asked.map(|()| active != 0))
-    }
-
     /// The primary context of a device, made if it does not exist, for as long as the value lives.
     ///
     /// # Errors
     /// `Device` if there is no such device, `OutOfMemory` or `Device` if its context cannot be made.
     pub fn context(self: &Arc<Self>, ordinal: i32) -> Result<Context> {
         let device = self.device(ordinal)?;
-        let mut handle = 0;
+        let mut handle = device as usize;
         if let Own::Cuda(cuda) = &self.own {
             // SAFETY: a valid out parameter and a device of this driver.
             let code = unsafe { (cuda.primary_retain)(&mut handle, device) };
@@ -722,6 +681,32 @@ impl Api {
                 .map_err(|f| self.error(f, format_args!("make the context of device {ordinal}")))?;
         }
         Ok(Context { api: Arc::clone(self), ordinal, device, handle })
+    }
+
+    /// The context that is current on this thread, or the device (HIP).
+    fn current(&self) -> Result<usize, Failed> {
+        match &self.own {
+            Own::Cuda(cuda) => {
+                let mut current = 0;
+                // SAFETY: a valid out parameter.
+                self.check("cuCtxGetCurrent", unsafe { (cuda.context_get)(&mut current) }).map(|()| current)
+            }
+            Own::Hip(hip) => {
+                let mut current = 0;
+                // SAFETY: as above.
+                self.check("hipGetDevice", unsafe { (hip.device_get)(&mut current) }).map(|()| current as usize)
+            }
+        }
+    }
+
+    /// Makes it current: a context that is retained, or was current a moment ago.
+    fn make_current(&self, it: usize) -> Result<(), Failed> {
+        match &self.own {
+            // SAFETY: takes no pointers. The driver knows its contexts, and refuses others.
+            Own::Cuda(cuda) => self.check("cuCtxSetCurrent", unsafe { (cuda.context_set)(it) }),
+            // SAFETY: takes no pointers.
+            Own::Hip(hip) => self.check("hipSetDevice", unsafe { (hip.device_set)(it as i32) }),
+        }
     }
 
     fn check(&self, function: &'static str, code: i32) -> Result<(), Failed> {
@@ -795,19 +780,6 @@ impl Api {
             .map_err(|f| self.error(f, format_args!("unregister the host memory at {start:p}")))
     }
 
-    /// Where the device sees registered host memory; `None` if the driver cannot tell. The address is the host's own
-    /// unless [`Attribute::HostPointerForRegistered`] is 0.
-    ///
-    /// # Errors
-    /// `Device` if the memory is not registered.
-    pub fn host_device_pointer(&self, start: *mut u8) -> Result<Option<u64>> {
-        let mut pointer = 0;
-        // SAFETY: a valid out parameter; the driver looks the address up and does not follow it.
-        let asked = unsafe { self.raw_host_device_pointer(&mut pointer, start.cast(), 0) };
-        let asked = asked.transpose().map_err(|f| self.error(f, format_args!("find {start:p} on the device")))?;
-        Ok(asked.map(|()| pointer))
-    }
-
     /// The allocation that a device address lies in; `None` if the driver cannot tell.
     pub fn allocation(&self, pointer: u64) -> Option<Range<u64>> {
         let (mut start, mut bytes) = (0, 0);
@@ -850,31 +822,9 @@ impl Api {
     /// # Errors
     /// `Device`.
     pub unsafe fn copy_rows_to_device(&self, rows: Rows, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_rows(rows, Direction::ToDevice, stream) }
-    }
-
-    /// Queues a copy of rows to the host, in one call where the driver can.
-    ///
-    /// # Safety
-    /// As [`copy_to_host`](Self::copy_to_host), for every row.
-    ///
-    /// # Errors
-    /// `Device`.
-    pub unsafe fn copy_rows_to_host(&self, rows: Rows, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_rows(rows, Direction::ToHost, stream) }
-    }
-
-    unsafe fn copy_rows(&self, rows: Rows, way: Direction, stream: Stream) -> Result<()> {
         let range = |to: u64, from: u64, bytes: u64| {
             // SAFETY: the caller's promise, for a part of the rows.
-            unsafe {
-                match way {
-                    Direction::ToDevice => self.copy_to_device(to, from as *const u8, bytes as usize, stream),
-                    Direction::ToHost => self.copy_to_host(to as *mut u8, from, bytes as usize, stream),
-                }
-            }
+            unsafe { self.copy_to_device(to, from as *const u8, bytes as usize, stream) }
         };
         if let Some(bytes) = rows.contiguous() {
             return range(rows.to, rows.from, bytes);
@@ -888,23 +838,14 @@ impl Api {
         let (width, height) = (rows.width as usize, rows.rows as usize);
         let done = match &self.own {
             Own::Cuda(cuda) => {
-                let mut copy = CudaMemcpy2d { from_pitch, to_pitch, width, height, ..CudaMemcpy2d::default() };
-                match way {
-                    Direction::ToDevice => {
-                        (copy.from_type, copy.from_host) = (MEMORY_TYPE_HOST, from);
-                        (copy.to_type, copy.to_device) = (MEMORY_TYPE_DEVICE, to);
-                    }
-                    Direction::ToHost => {
-                        (copy.from_type, copy.from_device) = (MEMORY_TYPE_DEVICE, from);
-                        (copy.to_type, copy.to_host) = (MEMORY_TYPE_HOST, to);
-                    }
-                }
+                let (from_type, to_type) = (MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE);
+                let places = CudaMemcpy2d { from_type, from_host: from, to_type, to_device: to, ..Default::default() };
+                let copy = CudaMemcpy2d { from_pitch, to_pitch, width, height, ..places };
                 // SAFETY: the driver reads the description before it returns; the caller's promise for the bytes.
                 self.check("cuMemcpy2DAsync_v2", unsafe { (cuda.copy_rows)(&copy, stream.0) })
             }
             Own::Hip(hip) => {
-                // hipMemcpyHostToDevice and hipMemcpyDeviceToHost.
-                let kind = if way == Direction::ToDevice { 1 } else { 2 };
+                let kind = HIP_HOST_TO_DEVICE;
                 // SAFETY: the caller's promise.
                 let code = unsafe { (hip.copy_rows)(to, to_pitch, from, from_pitch, width, height, kind, stream.0) };
                 self.check("hipMemcpy2DAsync", code)
@@ -1023,21 +964,6 @@ impl Api {
         unsafe { self.raw_stream_synchronize(stream.0) }.map_err(|f| self.error(f, "wait for a stream"))
     }
 
-    /// Whether work given to `stream` is being recorded into a graph instead of run; `None` if the driver cannot tell.
-    ///
-    /// # Safety
-    /// A live handle.
-    ///
-    /// # Errors
-    /// `Device`.
-    pub unsafe fn is_capturing(&self, stream: Stream) -> Result<Option<bool>> {
-        let mut status = 0;
-        // SAFETY: the caller's promise, and a valid out parameter.
-        let asked = unsafe { self.raw_is_capturing(stream.0, &mut status) };
-        let asked = asked.transpose().map_err(|f| self.error(f, "ask whether a stream is being captured"))?;
-        Ok(asked.map(|()| status != 0))
-    }
-
     /// Sets how captures of other threads affect this thread, and returns the previous setting; `None` if the driver
     /// cannot do that. Needs no context.
     fn exchange_capture_mode(&self, mut mode: i32) -> Option<i32> {
@@ -1070,29 +996,13 @@ impl Api {
         unsafe { self.raw_event_record(event.0, stream.0) }.map_err(|f| self.error(f, "record an event"))
     }
 
-    /// Whether everything before the event has run (also if it was never recorded). Needs no context, does not block.
-    ///
-    /// # Safety
-    /// A live handle.
-    ///
-    /// # Errors
-    /// `Device`, also for errors in anything queued before.
-    pub unsafe fn is_reached(&self, event: DriverEvent) -> Result<bool> {
-        // SAFETY: the caller's promise.
-        match unsafe { self.raw_event_query(event.0) } {
-            Ok(()) => Ok(true),
-            Err(Failed { code: NOT_READY, .. }) => Ok(false),
-            Err(failed) => Err(self.error(failed, "ask for an event")),
-        }
-    }
-
     /// Blocks until everything before the event has run.
     ///
     /// # Safety
     /// A live handle.
     ///
     /// # Errors
-    /// As [`is_reached`](Self::is_reached).
+    /// `Device`, also for errors in anything queued before.
     pub unsafe fn synchronize_event(&self, event: DriverEvent) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.raw_event_synchronize(event.0) }.map_err(|f| self.error(f, "wait for an event"))
@@ -1127,6 +1037,7 @@ pub struct Context {
     api: Arc<Api>,
     ordinal: i32,
     device: i32,
+    /// As it is made current: the context, or the device (HIP).
     handle: usize,
 }
 
@@ -1146,37 +1057,11 @@ impl Context {
     /// # Errors
     /// `Device`.
     pub fn enter(&self) -> Result<Current<'_>> {
-        let doing = || format!("make device {} current", self.ordinal);
-        // SAFETY: valid out parameters; the handle is retained while `self` lives.
-        let before = unsafe {
-            match &self.api.own {
-                Own::Cuda(cuda) => {
-                    let mut before = 0;
-                    self.api
-                        .check("cuCtxGetCurrent", (cuda.context_get)(&mut before))
-                        .and_then(|()| {
-                            if before == self.handle {
-                                return Ok(());
-                            }
-                            self.api.check("cuCtxSetCurrent", (cuda.context_set)(self.handle))
-                        })
-                        .map(|()| (before != self.handle).then_some(before))
-                }
-                Own::Hip(hip) => {
-                    let mut before = 0;
-                    self.api
-                        .check("hipGetDevice", (hip.device_get)(&mut before))
-                        .and_then(|()| {
-                            if before == self.device {
-                                return Ok(());
-                            }
-                            self.api.check("hipSetDevice", (hip.device_set)(self.device))
-                        })
-                        .map(|()| (before != self.device).then_some(before as usize))
-                }
-            }
-        };
-        let before = before.map_err(|f| self.api.error(f, doing()))?;
+        let entered = self.api.current().and_then(|before| match before == self.handle {
+            true => Ok(None),
+            false => self.api.make_current(self.handle).map(|()| Some(before)),
+        });
+        let before = entered.map_err(|f| self.api.error(f, format_args!("make device {} current", self.ordinal)))?;
         let capture_mode = self.api.exchange_capture_mode(CAPTURE_RELAXED);
         Ok(Current { context: self, before, capture_mode, this_thread: PhantomData })
     }
@@ -1226,13 +1111,7 @@ impl Drop for Current<'_> {
         let Some(before) = self.before else { return };
         // It was current a moment ago, so restoring it fails only if its owner destroyed it meanwhile. Then there is
         // nothing to restore.
-        // SAFETY: takes no pointers.
-        unsafe {
-            match &self.context.api.own {
-                Own::Cuda(cuda) => (cuda.context_set)(before),
-                Own::Hip(hip) => (hip.device_set)(before as i32),
-            }
-        };
+        let _restored = self.context.api.make_current(before);
     }
 }
 

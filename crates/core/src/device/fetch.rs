@@ -12,7 +12,7 @@
 
 use super::api::{Api, Stream};
 use super::gpu::{register_in, Many, SharedContext};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{ErrorKind, Result};
 use crate::options::HUGE_PAGE;
 use crate::staging::{Lease, Ring, Slab};
 use std::ops;
@@ -235,24 +235,19 @@ impl Fetch {
 
     /// The scratch buffer, made when it is first needed.
     fn scratch(&mut self, api: &Api) -> Result<*mut u8> {
-        if self.scratch.is_none() {
-            let slab = Slab::new(SCRATCH)?;
-            // As for the slabs.
-            self.batches &= register_in(&self.context, api, &slab).is_ok();
-            self.scratch = Some(slab);
+        if let Some(slab) = &self.scratch {
+            return Ok(slab.address());
         }
-        let none = || Error::new(ErrorKind::Internal, "no scratch buffer");
-        self.scratch.as_ref().map(Slab::address).ok_or_else(none)
+        let slab = Slab::new(SCRATCH)?;
+        // As for the slabs.
+        self.batches &= register_in(&self.context, api, &slab).is_ok();
+        Ok(self.scratch.insert(slab).address())
     }
 }
 
 impl Drop for Fetch {
     fn drop(&mut self) {
-        if !self.context.is_of_this_process() {
-            return;
-        }
-        // A failure means that the context is lost, and the stream with it.
-        if let Ok(api) = self.context.enter() {
+        if let Some(api) = self.context.enter_to_undo() {
             self.context.give_stream(&api, self.stream, self.quiet);
         }
     }

@@ -177,8 +177,7 @@ impl<S> Engine<S> {
     /// bring the same bytes.
     pub(crate) fn skip(&mut self, extents: Range<usize>) {
         for i in extents.clone() {
-            let r = &self.schedule.extents[i].pieces;
-            for piece in &self.schedule.pieces[r.start as usize..r.end as usize] {
+            for piece in self.schedule.pieces_of(&self.schedule.extents[i]) {
                 self.missing[piece.want as usize] -= 1;
             }
             self.stages[i] = Stage::Dropped;
@@ -779,8 +778,7 @@ impl<S> Engine<S> {
     }
 
     fn pieces_of(&self, i: usize) -> &[Piece] {
-        let r = &self.schedule.extents[i].pieces;
-        &self.schedule.pieces[r.start as usize..r.end as usize]
+        self.schedule.pieces_of(&self.schedule.extents[i])
     }
 
     /// Blocks that extent `i` touches; repeats only where pieces alternate between blocks.
@@ -800,8 +798,7 @@ impl<S> Engine<S> {
 
     /// These pieces of an extent that does not arrive have overwritten something.
     fn tear(&mut self, i: usize, which: impl Fn(&Piece) -> bool) {
-        let r = &self.schedule.extents[i].pieces;
-        for piece in &self.schedule.pieces[r.start as usize..r.end as usize] {
+        for piece in self.schedule.pieces_of(&self.schedule.extents[i]) {
             self.torn[piece.want as usize] |= which(piece);
         }
     }
@@ -824,13 +821,13 @@ impl<S> Engine<S> {
     fn arrive(&mut self, i: usize) {
         self.stages[i] = Stage::Arrived;
         self.let_go(i);
-        let r = self.schedule.extents[i].pieces.clone();
-        self.bytes_arrived += match self.schedule.extents[i].shared {
+        let extent = &self.schedule.extents[i];
+        self.bytes_arrived += match extent.shared {
             // Others may want more of it than this rank.
-            Some(_) => self.schedule.pieces[r.start as usize..r.end as usize].iter().map(Piece::nbytes).sum(),
-            _ => self.schedule.extents[i].wanted,
+            Some(_) => self.schedule.pieces_of(extent).iter().map(Piece::nbytes).sum(),
+            _ => extent.wanted,
         };
-        for p in &self.schedule.pieces[r.start as usize..r.end as usize] {
+        for p in self.schedule.pieces_of(extent) {
             let missing = &mut self.missing[p.want as usize];
             *missing = missing.saturating_sub(1);
         }

@@ -20,7 +20,7 @@ impl Window {
     pub(super) fn new(bytes: u64, schedule: &Schedule, wants: usize) -> Window {
         let mut ends = vec![0; wants];
         for (i, e) in (1..).zip(&schedule.extents) {
-            for p in &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize] {
+            for p in schedule.pieces_of(e) {
                 ends[p.want as usize] = i;
             }
         }

@@ -161,20 +161,6 @@ struct Candidate<'n> {
     numbered: bool,
 }
 
-impl Candidate<'_> {
-    fn is_whole(&self, base: &str) -> bool {
-        !self.is_index && !self.numbered && self.base == base
-    }
-
-    fn is_index_of(&self, base: &str) -> bool {
-        self.is_index && self.base == base
-    }
-
-    fn is_consolidated(&self) -> bool {
-        self.base.starts_with(CONSOLIDATED)
-    }
-}
-
 /// The names that are no variant's, as far as a look at one name tells.
 struct DottedNames<'n> {
     stems: Vec<&'n str>,
@@ -294,7 +280,7 @@ pub(super) fn choose(
 
 /// The choice from candidates of one variant: `consolidated*` only if there is nothing else.
 fn pick_all(place: &Location, found: &[&Candidate<'_>]) -> Result<Option<ToOpen>> {
-    let (consolidated, usual): (Vec<_>, Vec<_>) = found.iter().copied().partition(|c| c.is_consolidated());
+    let (consolidated, usual): (Vec<_>, Vec<_>) = found.iter().copied().partition(|c| c.base.starts_with(CONSOLIDATED));
     match pick(place, &usual)? {
         None => pick(place, &consolidated),
         found => Ok(found),
@@ -302,9 +288,10 @@ fn pick_all(place: &Location, found: &[&Candidate<'_>]) -> Result<Option<ToOpen>
 }
 
 fn pick(place: &Location, found: &[&Candidate<'_>]) -> Result<Option<ToOpen>> {
-    let whole = |base| found.iter().find(|c| c.is_whole(base)).map(|c| ToOpen::Files(vec![c.name.clone()]));
+    let is_whole = |c: &Candidate<'_>, base| !c.is_index && !c.numbered && c.base == base;
+    let whole = |base| found.iter().find(|c| is_whole(c, base)).map(|c| ToOpen::Files(vec![c.name.clone()]));
     let index = |base| {
-        let all = found.iter().filter(|c| c.is_index_of(base));
+        let all = found.iter().filter(|c| c.is_index && c.base == base);
         all.max_by_key(|c| c.inner).map(|c| ToOpen::Index(c.name.clone()))
     };
     let named = whole(MODEL)

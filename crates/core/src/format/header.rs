@@ -198,6 +198,40 @@ pub(super) fn offset_of(text: &str, line: usize, column: usize) -> u64 {
     (line_start + column.saturating_sub(1)).min(text.len()) as u64
 }
 
+/// Makes a visitor the seed of the value that it reads.
+macro_rules! own_seed {
+    ($visitor:ty, $value:ty, |$seed:ident, $d:ident| $read:expr) => {
+        impl<'de> DeserializeSeed<'de> for $visitor {
+            type Value = $value;
+            fn deserialize<D: Deserializer<'de>>(self, $d: D) -> Result<$value, D::Error> {
+                let $seed = self;
+                $read
+            }
+        }
+    };
+}
+pub(super) use own_seed;
+
+/// A string that is handed to a function without being copied first. An error says what was expected in its place.
+pub(super) struct Text<F>(pub(super) &'static str, pub(super) F);
+
+impl<'de, T, F: FnOnce(&str) -> Result<T, String>> DeserializeSeed<'de> for Text<F> {
+    type Value = T;
+    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<T, D::Error> {
+        d.deserialize_str(self)
+    }
+}
+
+impl<T, F: FnOnce(&str) -> Result<T, String>> Visitor<'_> for Text<F> {
+    type Value = T;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0)
+    }
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
+        (self.1)(text).map_err(E::custom)
+    }
+}
+
 enum Inside {
     Tensor((u32, u32)),
     Metadata,
@@ -213,10 +247,10 @@ struct HeaderParser<'h> {
 }
 
 impl HeaderParser<'_> {
-    fn key<E: de::Error>(&mut self, key: &str) -> Result<Key, E> {
+    fn key(&mut self, key: &str) -> Result<Key, String> {
         if key == "__metadata__" {
             if std::mem::replace(&mut self.has_metadata, true) {
-                return Err(E::custom("duplicate key `__metadata__`"));
+                return Err("duplicate key `__metadata__`".to_owned());
             }
             self.inside = Some(Inside::Metadata);
             return Ok(Key::Metadata);
@@ -229,7 +263,7 @@ impl HeaderParser<'_> {
             hashes[i as usize] == hash && names[start as usize..(start + len) as usize] == *key
         };
         match self.by_name.entry(hash, same, |&i| hashes[i as usize]) {
-            Slot::Occupied(_) => return Err(E::custom(format_args!("duplicate key {}", quoted(key)))),
+            Slot::Occupied(_) => return Err(format!("duplicate key {}", quoted(key))),
             Slot::Vacant(slot) => slot.insert(number),
         };
         // A header has at most MAX_HEADER bytes, so its arenas stay far below u32::MAX.
@@ -257,7 +291,7 @@ impl<'de> Visitor<'de> for Top<'_, '_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
         let state = self.0;
-        while let Some(key) = map.next_key_seed(KeySeed(state))? {
+        while let Some(key) = map.next_key_seed(Text("the name of a tensor", |key: &str| state.key(key)))? {
             match key {
                 Key::Metadata => state.header.metadata = map.next_value_seed(MetadataSeed)?,
                 Key::Tensor(name) => {
@@ -271,36 +305,12 @@ impl<'de> Visitor<'de> for Top<'_, '_> {
     }
 }
 
-struct KeySeed<'a, 'h>(&'a mut HeaderParser<'h>);
-
-impl<'de> DeserializeSeed<'de> for KeySeed<'_, '_> {
-    type Value = Key;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Key, D::Error> {
-        d.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for KeySeed<'_, '_> {
-    type Value = Key;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the name of a tensor")
-    }
-    fn visit_str<E: de::Error>(self, key: &str) -> Result<Key, E> {
-        self.0.key(key)
-    }
-}
-
 struct EntrySeed<'a> {
     name: (u32, u32),
     shapes: &'a mut Vec<u64>,
 }
 
-impl<'de> DeserializeSeed<'de> for EntrySeed<'_> {
-    type Value = Entry;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Entry, D::Error> {
-        d.deserialize_map(self)
-    }
-}
+own_seed!(EntrySeed<'_>, Entry, |seed, d| d.deserialize_map(seed));
 
 impl<'de> Visitor<'de> for EntrySeed<'_> {
     type Value = Entry;
@@ -319,9 +329,19 @@ impl<'de> Visitor<'de> for EntrySeed<'_> {
                 Some(_) => Err(E::custom(format_args!("duplicate key `{key}`"))),
             }
         }
-        while let Some(field) = map.next_key_seed(FieldSeed)? {
+        let field = |key: &str| match key {
+            "dtype" => Ok(Field::DType),
+            "shape" => Ok(Field::Shape),
+            "data_offsets" => Ok(Field::Offsets),
+            other => Ok(Field::Other(other.to_owned())),
+        };
+        let named = |name: &str| DType::parse(name).ok_or_else(|| format!("unknown dtype {}", quoted(name)));
+        while let Some(field) = map.next_key_seed(Text("a field's name", field))? {
             match field {
-                Field::DType => once(&mut dtype, map.next_value_seed(DTypeSeed)?, "dtype")?,
+                Field::DType => {
+                    let seed = Text("a dtype such as \"BF16\"", named);
+                    once(&mut dtype, map.next_value_seed(seed)?, "dtype")?;
+                }
                 Field::Shape => once(&mut shape, map.next_value_seed(ShapeSeed(self.shapes))?, "shape")?,
                 Field::Offsets => once(&mut offsets, map.next_value_seed(OffsetsSeed)?, "data_offsets")?,
                 Field::Other(key) => {
@@ -352,58 +372,10 @@ enum Field {
     Other(String),
 }
 
-struct FieldSeed;
-
-impl<'de> DeserializeSeed<'de> for FieldSeed {
-    type Value = Field;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Field, D::Error> {
-        d.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for FieldSeed {
-    type Value = Field;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a field's name")
-    }
-    fn visit_str<E: de::Error>(self, key: &str) -> Result<Field, E> {
-        Ok(match key {
-            "dtype" => Field::DType,
-            "shape" => Field::Shape,
-            "data_offsets" => Field::Offsets,
-            other => Field::Other(other.to_owned()),
-        })
-    }
-}
-
-struct DTypeSeed;
-
-impl<'de> DeserializeSeed<'de> for DTypeSeed {
-    type Value = DType;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<DType, D::Error> {
-        d.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for DTypeSeed {
-    type Value = DType;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a dtype such as \"BF16\"")
-    }
-    fn visit_str<E: de::Error>(self, name: &str) -> Result<DType, E> {
-        DType::parse(name).ok_or_else(|| E::custom(format_args!("unknown dtype {}", quoted(name))))
-    }
-}
-
 /// Appends the dimensions to the arena and returns their place in it.
 struct ShapeSeed<'a>(&'a mut Vec<u64>);
 
-impl<'de> DeserializeSeed<'de> for ShapeSeed<'_> {
-    type Value = (u32, u8);
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(u32, u8), D::Error> {
-        d.deserialize_seq(self)
-    }
-}
+own_seed!(ShapeSeed<'_>, (u32, u8), |seed, d| d.deserialize_seq(seed));
 
 impl<'de> Visitor<'de> for ShapeSeed<'_> {
     type Value = (u32, u8);
@@ -424,12 +396,7 @@ impl<'de> Visitor<'de> for ShapeSeed<'_> {
 
 struct OffsetsSeed;
 
-impl<'de> DeserializeSeed<'de> for OffsetsSeed {
-    type Value = (u64, u64);
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(u64, u64), D::Error> {
-        d.deserialize_tuple(2, self)
-    }
-}
+own_seed!(OffsetsSeed, (u64, u64), |seed, d| d.deserialize_tuple(2, seed));
 
 impl<'de> Visitor<'de> for OffsetsSeed {
     type Value = (u64, u64);
@@ -446,12 +413,7 @@ impl<'de> Visitor<'de> for OffsetsSeed {
 /// `__metadata__`: null, or an object of strings.
 struct MetadataSeed;
 
-impl<'de> DeserializeSeed<'de> for MetadataSeed {
-    type Value = Option<BTreeMap<String, String>>;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Self::Value, D::Error> {
-        d.deserialize_option(self)
-    }
-}
+own_seed!(MetadataSeed, Option<BTreeMap<String, String>>, |seed, d| d.deserialize_option(seed));
 
 impl<'de> Visitor<'de> for MetadataSeed {
     type Value = Option<BTreeMap<String, String>>;
@@ -485,12 +447,7 @@ impl<'de> Visitor<'de> for MetadataSeed {
 /// safetensors crate refuses inside unknown fields: lone surrogates, numbers out of range, nesting deeper than 128.
 pub(super) struct Ignored;
 
-impl<'de> DeserializeSeed<'de> for Ignored {
-    type Value = ();
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(), D::Error> {
-        d.deserialize_any(self)
-    }
-}
+own_seed!(Ignored, (), |seed, d| d.deserialize_any(seed));
 
 impl<'de> Visitor<'de> for Ignored {
     type Value = ();

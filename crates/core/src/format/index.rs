@@ -1,7 +1,7 @@
 //! Index files: `weight_map` from tensor names to shard files.
 
 use super::checkpoint::Seeded;
-use super::header::{offset_of, quoted, without_position, Ignored};
+use super::header::{offset_of, own_seed, quoted, without_position, Ignored, Text};
 use super::natural::natural;
 use super::shard;
 
@@ -203,16 +203,15 @@ struct IndexParser<'h> {
 }
 
 impl IndexParser<'_> {
-    fn file<E: de::Error>(&mut self, file: &str) -> Result<u32, E> {
+    fn file(&mut self, file: &str) -> Result<u32, String> {
         if self.watch.is_given_up() {
-            return Err(E::custom("the caller no longer waits for it"));
+            return Err("the caller no longer waits for it".to_owned());
         }
-        self.files
-            .number(file, &mut self.index.files)
-            .map_err(|why| E::custom(format_args!("the file name {} in weight_map {why}: refused", quoted(file))))
+        let number = self.files.number(file, &mut self.index.files);
+        number.map_err(|why| format!("the file name {} in weight_map {why}: refused", quoted(file)))
     }
 
-    fn name<E: de::Error>(&mut self, name: &str) -> Result<(), E> {
+    fn name(&mut self, name: &str) -> Result<(), String> {
         let Index { names, entries, by_name, .. } = &mut self.index;
         let hash = self.hasher.hash_one(name);
         let number = entries.len() as u32;
@@ -221,7 +220,7 @@ impl IndexParser<'_> {
             e.hash == hash && names[e.name.0 as usize..(e.name.0 + e.name.1) as usize] == *name
         };
         match by_name.entry(hash, same, |&i| entries[i as usize].hash) {
-            Slot::Occupied(_) => return Err(E::custom(format_args!("duplicate key {} in weight_map", quoted(name)))),
+            Slot::Occupied(_) => return Err(format!("duplicate key {} in weight_map", quoted(name))),
             Slot::Vacant(slot) => slot.insert(number),
         };
         let place = (names.len() as u32, name.len() as u32);
@@ -257,12 +256,7 @@ impl<'de> Visitor<'de> for IndexTop<'_, '_> {
 
 struct WeightMap<'a, 'h>(&'a mut IndexParser<'h>);
 
-impl<'de> DeserializeSeed<'de> for WeightMap<'_, '_> {
-    type Value = ();
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<(), D::Error> {
-        d.deserialize_map(self)
-    }
-}
+own_seed!(WeightMap<'_, '_>, (), |seed, d| d.deserialize_map(seed));
 
 impl<'de> Visitor<'de> for WeightMap<'_, '_> {
     type Value = ();
@@ -270,8 +264,8 @@ impl<'de> Visitor<'de> for WeightMap<'_, '_> {
         f.write_str("weight_map: an object from tensor names to file names")
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        while map.next_key_seed(Text(|name: &str| self.0.name(name)))?.is_some() {
-            let file = map.next_value_seed(Text(|file: &str| self.0.file(file)))?;
+        while map.next_key_seed(Text("a string", |name: &str| self.0.name(name)))?.is_some() {
+            let file = map.next_value_seed(Text("a string", |file: &str| self.0.file(file)))?;
             if let Some(last) = self.0.index.entries.last_mut() {
                 last.file = file;
             }
@@ -280,35 +274,10 @@ impl<'de> Visitor<'de> for WeightMap<'_, '_> {
     }
 }
 
-/// A string handed to a function without being copied first.
-struct Text<F>(F);
-
-impl<'de, T, F: FnOnce(&str) -> Result<T, serde_json::Error>> DeserializeSeed<'de> for Text<F> {
-    type Value = T;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<T, D::Error> {
-        d.deserialize_str(self)
-    }
-}
-
-impl<T, F: FnOnce(&str) -> Result<T, serde_json::Error>> Visitor<'_> for Text<F> {
-    type Value = T;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string")
-    }
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<T, E> {
-        (self.0)(text).map_err(E::custom)
-    }
-}
-
 /// `total_size` of the index's `metadata`. It can only lead to a warning, so everything else there is ignored.
 struct TotalSize;
 
-impl<'de> DeserializeSeed<'de> for TotalSize {
-    type Value = Option<f64>;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Option<f64>, D::Error> {
-        d.deserialize_any(self)
-    }
-}
+own_seed!(TotalSize, Option<f64>, |seed, d| d.deserialize_any(seed));
 
 impl<'de> Visitor<'de> for TotalSize {
     type Value = Option<f64>;
@@ -333,12 +302,7 @@ impl<'de> Visitor<'de> for TotalSize {
 /// A number, or `None` for anything else: writers have put floats and strings there.
 struct Number;
 
-impl<'de> DeserializeSeed<'de> for Number {
-    type Value = Option<f64>;
-    fn deserialize<D: Deserializer<'de>>(self, d: D) -> Result<Option<f64>, D::Error> {
-        d.deserialize_any(self)
-    }
-}
+own_seed!(Number, Option<f64>, |seed, d| d.deserialize_any(seed));
 
 impl<'de> Visitor<'de> for Number {
     type Value = Option<f64>;

@@ -153,14 +153,12 @@ pub(super) fn open_detached<T: Send + 'static>(
     let at_work = watch.clone();
     let mut busy = 0;
     // While no answer is waited for, a parse takes its time.
-    let progress = || {
-        watch.asking().map_or_else(
-            || {
-                busy += 1;
-                u64::MAX - busy
-            },
-            |(answers, _)| answers,
-        )
+    let progress = || match watch.asking() {
+        Some((answers, _)) => answers,
+        None => {
+            busy += 1;
+            u64::MAX - busy
+        }
     };
     detached(move || open(&at_work), Some(stall), progress, go_on).map_err(|e| {
         watch.give_up();
@@ -192,13 +190,9 @@ impl Unread {
             let index = Index::read(&origin, &hasher, watch)?;
             let files: Vec<Origin> =
                 index.in_natural_order().iter().map(|&i| origin.beside(&index.files[i as usize])).collect();
-            match &folder {
-                Some(folder) => match folder.without(&origin, &files, watch)? {
-                    Some(other) => found = other,
-                    None => {
-                        return Ok(Unread { files, index: Some((origin, index)), folder: Some(folder.clone()), hasher })
-                    }
-                },
+            let other = folder.as_ref().map(|folder| folder.without(&origin, &files, watch)).transpose()?;
+            match other.flatten() {
+                Some(other) => found = other,
                 None => return Ok(Unread { files, index: Some((origin, index)), folder, hasher }),
             }
         }
@@ -242,15 +236,10 @@ fn missing(index: &Location, files: &[Origin], watch: &Watch) -> Option<Error> {
     let names = listed(gone.iter().map(|f| f.location().file_name().to_string_lossy().into_owned()), gone.len());
     let links = gone.iter().filter(|f| f.is_link()).count();
     let links = if links > 0 { format!(" ({links} are links to nothing)") } else { String::new() };
-    Some(
-        Error::new(
-            ErrorKind::NotFound,
-            format!(
-                "{} of the {} shard files of this index are missing{links}: {names}. Fetch them into the same folder",
-                gone.len(),
-                files.len()
-            ),
-        )
-        .at(index),
-    )
+    let text = format!(
+        "{} of the {} shard files of this index are missing{links}: {names}. Fetch them into the same folder",
+        gone.len(),
+        files.len()
+    );
+    Some(Error::new(ErrorKind::NotFound, text).at(index))
 }

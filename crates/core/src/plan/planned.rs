@@ -131,10 +131,7 @@ impl Planned {
             window: request.stream.then_some(options.window),
         };
         Schedule::check(checkpoint, wants, &layout, &traits, &limits)?;
-        let schedule = match ranks {
-            Some(ranks) => Schedule::together(checkpoint, &layout, &traits, &limits, ranks),
-            None => Schedule::new(checkpoint, &layout, &traits, &limits),
-        };
+        let schedule = Schedule::among(checkpoint, &layout, &traits, &limits, ranks);
         let of_section = |extents: &Range<usize>| unwanted(&schedule, &schedule.extents[extents.clone()], wants, files);
         let unwanted: Vec<Unwanted> = schedule.sections.iter().map(of_section).collect();
         report.unwanted = unwanted.iter().cloned().fold(Unwanted::default(), Unwanted::and);
@@ -194,7 +191,7 @@ fn unwanted(schedule: &Schedule, which: &[Extent], wants: &[Want], files: &Stora
         found.slack += e.slack.saturating_sub(past_end);
         let gap = e.bytes_read().saturating_sub(e.wanted + e.slack);
         found.gap += gap;
-        let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
+        let pieces = schedule.pieces_of(e);
         match e.rows {
             _ if gap == 0 => {}
             None => gaps_of_tensors(pieces, wants, &mut found.of_tensors),

@@ -201,52 +201,48 @@ fn keep_in_cache(options: &Options, into: Goal, cold: u64, copied: u64, machine:
 
 /// Refuses options that contradict each other or the target.
 pub(crate) fn check(options: &Options, into: Goal) -> Result<()> {
-    let refuse = |text: &str| Err(Error::new(ErrorKind::Invalid, text));
     let own_cpu = into == Goal::NewMemory;
-    if options.io == Io::Mapped && into == Goal::SharedMemory {
-        return refuse(
+    let (is_mapped, bypass) = (options.io == Io::Mapped, options.cache == Cache::Bypass);
+    let asks_to_map = options.copy == Some(false);
+    let is_private = !matches!(options.io, Io::Auto | Io::Mapped);
+    let refused = [
+        (
+            is_mapped && into == Goal::SharedMemory,
             "io=\"mapped\" gives the page cache itself as CPU tensors, and other ranks cannot send bytes to it",
-        );
-    }
-    if options.io == Io::Mapped && !own_cpu {
-        return refuse(
+        ),
+        (
+            is_mapped && !own_cpu,
             "io=\"mapped\" gives the page cache itself as CPU tensors; it cannot fill a GPU or existing tensors",
-        );
-    }
-    if options.io == Io::Mapped && options.copy == Some(true) {
-        return refuse("io=\"mapped\" and copy=True contradict each other");
-    }
-    let insists = options.copy == Some(false) && into != Goal::SharedMemory;
-    if insists && !matches!(options.io, Io::Auto | Io::Mapped) {
-        return refuse("copy=False asks for mapped files, but the io chosen reads into private memory");
-    }
-    if options.copy == Some(false) && own_cpu && options.cache == Cache::Bypass {
-        return refuse(
+        ),
+        (is_mapped && options.copy == Some(true), "io=\"mapped\" and copy=True contradict each other"),
+        (
+            asks_to_map && into != Goal::SharedMemory && is_private,
+            "copy=False asks for mapped files, but the io chosen reads into private memory",
+        ),
+        (
+            asks_to_map && own_cpu && bypass,
             "copy=False asks for mapped files, which are in the page cache; cache=\"bypass\" contradicts it",
-        );
+        ),
+        (is_mapped && bypass, "io=\"mapped\" gives the page cache itself as tensors; cache=\"bypass\" contradicts it"),
+        (
+            options.io == Io::Buffered && bypass,
+            "io=\"buffered\" reads through the page cache; cache=\"bypass\" contradicts it",
+        ),
+        (
+            options.io == Io::UringBuffered && bypass,
+            "io=\"uring_buffered\" reads through the page cache; cache=\"bypass\" contradicts it",
+        ),
+        (
+            reads_past_the_cache(options.io) && options.cache == Cache::Keep,
+            "the io chosen reads past the page cache; cache=\"keep\" contradicts it",
+        ),
+        (!is_extent(options.extent), "extent must be a multiple of 4096 bytes, from 4096 to 1 GiB"),
+        (options.staging < options.extent.saturating_mul(2), "staging must hold at least two extents"),
+    ];
+    match refused.iter().find(|(applies, _)| *applies) {
+        Some((_, text)) => Err(Error::new(ErrorKind::Invalid, *text)),
+        None => Ok(()),
     }
-    match (options.io, options.cache) {
-        (Io::Mapped, Cache::Bypass) => {
-            return refuse("io=\"mapped\" gives the page cache itself as tensors; cache=\"bypass\" contradicts it");
-        }
-        (Io::Buffered, Cache::Bypass) => {
-            return refuse("io=\"buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
-        }
-        (Io::UringBuffered, Cache::Bypass) => {
-            return refuse("io=\"uring_buffered\" reads through the page cache; cache=\"bypass\" contradicts it");
-        }
-        (io, Cache::Keep) if reads_past_the_cache(io) => {
-            return refuse("the io chosen reads past the page cache; cache=\"keep\" contradicts it");
-        }
-        _ => {}
-    }
-    if !is_extent(options.extent) {
-        return refuse("extent must be a multiple of 4096 bytes, from 4096 to 1 GiB");
-    }
-    if options.staging < 2 * options.extent {
-        return refuse("staging must hold at least two extents");
-    }
-    Ok(())
 }
 
 #[cfg(test)]

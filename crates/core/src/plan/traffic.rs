@@ -116,11 +116,11 @@ impl PlannedTraffic {
                     let reading = Counting::new(checkpoint, wants)?;
                     if known.is_none() {
                         let bytes = wants.iter().map(|want| Ok(Runs::of(checkpoint, want)?.nbytes()));
-                        *known = Some((bytes.sum::<Result<u64>>()?, reading.bytes(&reading.alone())));
+                        *known = Some((bytes.sum::<Result<u64>>()?, reading.reads(None)));
                     }
                     if let Some(rank) = one {
                         // What only this rank wants. What several ranks want is in parcels.
-                        let (bytes, reads) = reading.bytes(&reading.together(&shares, rank));
+                        let (bytes, reads) = reading.reads(Some(&OneOfRanks::new(&shares, rank)));
                         found.ranks[rank as usize].read += bytes;
                         found.ranks[rank as usize].reads += reads;
                     }
@@ -235,21 +235,11 @@ impl<'a> Counting<'a> {
         Ok(Counting { checkpoint, layout, files, limits })
     }
 
-    fn alone(&self) -> Vec<Extent> {
-        Schedule::new(self.checkpoint, &self.layout, &self.files, &self.limits).extents
-    }
-
-    /// Extents of a rank that are no parcels.
-    fn together(&self, shares: &Shares, rank: u32) -> Vec<Extent> {
-        let ranks = OneOfRanks::new(shares, rank);
-        let mut all = Schedule::together(self.checkpoint, &self.layout, &self.files, &self.limits, &ranks).extents;
-        all.retain(|e| e.shared.is_none());
-        all
-    }
-
-    /// Bytes of these reads, and how many there are.
-    fn bytes(&self, extents: &[Extent]) -> (u64, u64) {
-        let bytes = |e: &Extent| {
+    /// Bytes of the reads, and how many reads there are: of everything, or with `ranks` of what is in no parcel.
+    fn reads(&self, ranks: Option<&OneOfRanks<'_>>) -> (u64, u64) {
+        let schedule = Schedule::among(self.checkpoint, &self.layout, &self.files, &self.limits, ranks);
+        let extents: Vec<&Extent> = schedule.extents.iter().filter(|e| e.shared.is_none()).collect();
+        let bytes = |e: &&Extent| {
             let there = (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
             there - (e.len - e.bytes_read())
         };

@@ -19,7 +19,7 @@ use crate::store::{cached_pages, Files};
 use crate::way::{Routing, Through, Way};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -34,6 +34,12 @@ pub(super) fn fetch(fd: RawFd, range: Range<u64>) {
         // SAFETY: a plain system call on a descriptor that the caller holds.
         unsafe { libc::posix_fadvise(fd, start as i64, len as i64, libc::POSIX_FADV_WILLNEED) };
     }
+}
+
+/// Tells the kernel how a file is going to be read. That is advice, and nothing is lost where it is not taken.
+pub(super) fn advise(fd: &OwnedFd, how: i32) {
+    // SAFETY: a plain system call on a descriptor we hold.
+    let _ignored = unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
 }
 
 /// How reads through the page cache bring cold bytes into it, as the way of each file says.
@@ -82,8 +88,7 @@ impl Fill {
         }
         let fd = files.open(read.file, false).ok()?;
         let Some(mapping) = self.mappings.get(read.file as usize).and_then(Option::as_ref) else {
-            // SAFETY: a plain system call on a descriptor we hold. It is advice.
-            unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+            advise(&fd, libc::POSIX_FADV_RANDOM);
             return None;
         };
         let pages = whole_pages(read.offset, read.offset + read.len);

@@ -1,6 +1,6 @@
 //! How one read of a file is performed, on the thread that calls: through the page cache, past it, or into a mapping.
 
-use super::fill::{fetch, Fill};
+use super::fill::{advise, fetch, Fill};
 use super::rows::{RowReads, Why};
 use super::touch::{Left, Touch, Touches, Untouched};
 use super::{no_place, no_rows, Destination, Outcome, Read};
@@ -301,12 +301,6 @@ impl Performer {
         let got = unsafe { read_fully(fd.as_raw_fd(), read.offset, &mut tools.places, 0, self.files.most_per_call()) };
         Ok(read.ended(got.map_err(|e| Error::io("read", &e.cause))?)?)
     }
-}
-
-/// Tells the kernel how a file is going to be read. That is advice, and nothing is lost where it is not taken.
-fn advise(fd: &OwnedFd, how: i32) {
-    // SAFETY: a plain system call on a descriptor we hold.
-    let _ignored = unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, how) };
 }
 
 pub(super) enum Failure {

@@ -36,7 +36,8 @@ pub struct Router {
     routing: Arc<Routing>,
     files: Arc<Files>,
     threads: Threads,
-    direct: Direct,
+    /// io_uring for direct reads. `None`: the pool of threads does them, also before the first one comes.
+    direct: Option<Box<Uring>>,
     begun: bool,
     /// io_uring, for those reads through the page cache that go this way.
     buffered: BufferedBy,
@@ -55,12 +56,6 @@ pub struct Router {
     /// Reads that come back refused are given up.
     cancelled: bool,
     wake: OwnedFd,
-}
-
-#[derive(Debug)]
-enum Direct {
-    Uring(Box<Uring>),
-    Threads,
 }
 
 #[derive(Debug)]
@@ -108,7 +103,7 @@ impl Router {
     ) -> Result<Router> {
         let router = Router {
             threads: Threads::obeying(files.clone(), routing, QUEUE.max(routing.depth), timeline)?,
-            direct: Direct::Threads,
+            direct: None,
             begun: false,
             buffered: if io == Io::UringBuffered { BufferedBy::Later } else { BufferedBy::None },
             io,
@@ -128,11 +123,9 @@ impl Router {
     }
 
     /// The way that direct reads take now: "io_uring" or "threads" (also before the first of them).
+    #[cfg(any(test, feature = "testing"))]
     pub fn direct_by(&self) -> &'static str {
-        match self.direct {
-            Direct::Uring(_) => "io_uring",
-            Direct::Threads => "threads",
-        }
+        self.direct.as_ref().map_or("threads", |_| "io_uring")
     }
 
     /// Late reads: ranges of the files, into the page cache when all is done.
@@ -141,6 +134,7 @@ impl Router {
     }
 
     /// Threads started so far.
+    #[cfg(any(test, feature = "testing"))]
     pub fn threads_started(&self) -> usize {
         self.threads.started()
     }
@@ -148,17 +142,13 @@ impl Router {
     /// Sets up the best interface for direct reads, when the first of them comes: many loads have none.
     fn begin(&mut self) {
         self.begun = true;
-        match self.io {
-            Io::Auto | Io::Direct | Io::Uring => self.begin_uring(),
-            Io::Mapped | Io::Buffered | Io::UringBuffered | Io::Threads => {}
+        if !matches!(self.io, Io::Auto | Io::Direct | Io::Uring) {
+            return;
         }
-    }
-
-    fn begin_uring(&mut self) {
         let uring = Uring::new(self.files.clone(), self.routing.depth);
         match uring.and_then(|u| watch(&self.wake, u.wake()).map(|()| u)) {
-            Ok(uring) => self.direct = Direct::Uring(Box::new(uring)),
-            Err(e) => self.instead_of_uring(&e),
+            Ok(uring) => self.direct = Some(Box::new(uring)),
+            Err(e) => self.tell_instead_of_uring(&e),
         }
     }
 
@@ -170,17 +160,14 @@ impl Router {
                 uring.read_exactly(&exact);
                 self.buffered = BufferedBy::There(Box::new(uring));
             }
-            Err(e) => self.instead_of_buffered(&e),
+            Err(e) => {
+                self.buffered = BufferedBy::None;
+                self.tell_instead_of_uring(&e);
+            }
         }
     }
 
-    fn instead_of_buffered(&mut self, cause: &Error) {
-        self.buffered = BufferedBy::None;
-        self.tell("io_uring", "threads", 0, cause.errno(), cause.message().to_owned());
-    }
-
-    fn instead_of_uring(&mut self, cause: &Error) {
-        self.direct = Direct::Threads;
+    fn tell_instead_of_uring(&mut self, cause: &Error) {
         self.tell("io_uring", "threads", 0, cause.errno(), cause.message().to_owned());
     }
 
@@ -200,7 +187,7 @@ impl Router {
                 Cold::Bypass => By::Pool(How::Uncached),
                 _ => By::Pool(How::Buffered),
             },
-            Lane::DIRECT if matches!(self.direct, Direct::Threads) => By::Pool(How::Direct),
+            Lane::DIRECT if self.direct.is_none() => By::Pool(How::Direct),
             Lane::DIRECT if !self.insists && self.is_network(read.file) => By::Pool(How::Direct),
             Lane::DIRECT => By::Direct,
             _ => self.through(),
@@ -233,8 +220,8 @@ impl Router {
             (By::Pool(how), ..) => self.threads.submit_as(read, how),
             (By::Uring, _, BufferedBy::There(uring)) => uring.submit(read),
             (By::Uring, ..) => self.threads.submit_as(read, How::Buffered),
-            (By::Direct, Direct::Uring(uring), _) => uring.submit(read),
-            (By::Direct, Direct::Threads, _) => self.threads.submit_as(read, How::Direct),
+            (By::Direct, Some(uring), _) => uring.submit(read),
+            (By::Direct, None, _) => self.threads.submit_as(read, How::Direct),
         };
         sent.map_err(|read| Read { lane, ..read })
     }
@@ -251,24 +238,16 @@ impl Router {
     /// Takes the outcomes of the direct interface, and replaces the interface if the kernel refuses it now.
     fn drain_direct(&mut self) -> Vec<Outcome> {
         let mut out = Vec::new();
-        let Direct::Uring(uring) = &mut self.direct else { return out };
+        let Some(uring) = &mut self.direct else { return out };
         uring.drain(&mut out);
         self.fallbacks.append(&mut uring.take_fallbacks());
         if !uring.is_lost() {
             return out;
         }
-        let mut why = io::Error::from_raw_os_error(libc::ENOSYS);
-        let mut left = Vec::new();
-        for outcome in out {
-            match outcome {
-                Outcome::Refused { read, cause } => {
-                    why = cause;
-                    self.back.push(read);
-                }
-                done => left.push(done),
-            }
-        }
-        self.instead_of_uring(&Error::io("enter io_uring", &why));
+        let (left, refused) = self.take_refused(out);
+        let why = refused.unwrap_or_else(|| io::Error::from_raw_os_error(libc::ENOSYS));
+        self.direct = None;
+        self.tell_instead_of_uring(&Error::io("enter io_uring", &why));
         left
     }
 
@@ -280,20 +259,10 @@ impl Router {
         let mut fallbacks = uring.take_fallbacks();
         let idle = uring.in_flight() == 0;
         self.fallbacks.append(&mut fallbacks);
-        let mut refused = None;
-        let mut left = Vec::new();
-        for outcome in out {
-            match outcome {
-                Outcome::Refused { read, cause } => {
-                    refused = Some(cause);
-                    self.back.push(read);
-                }
-                done => left.push(done),
-            }
-        }
+        let (left, refused) = self.take_refused(out);
         self.buffered = match (std::mem::replace(&mut self.buffered, BufferedBy::None), refused) {
             (BufferedBy::There(uring), Some(cause)) => {
-                self.instead_of_buffered(&Error::io("read with io_uring", &cause));
+                self.tell_instead_of_uring(&Error::io("read with io_uring", &cause));
                 if idle {
                     BufferedBy::None
                 } else {
@@ -304,6 +273,21 @@ impl Router {
             (ring, _) => ring,
         };
         left
+    }
+
+    /// Takes the refused reads out of these outcomes, to be sent again, and says why the last one was refused.
+    fn take_refused(&mut self, out: Vec<Outcome>) -> (Vec<Outcome>, Option<io::Error>) {
+        let (mut left, mut why) = (Vec::new(), None);
+        for outcome in out {
+            match outcome {
+                Outcome::Refused { read, cause } => {
+                    why = Some(cause);
+                    self.back.push(read);
+                }
+                done => left.push(done),
+            }
+        }
+        (left, why)
     }
 
     /// Sends again what came back refused: each read exactly once, because it came back exactly once.
@@ -329,14 +313,14 @@ impl Router {
     }
 
     fn start(&mut self) {
-        // Neither can fail: errors come back with their reads.
-        let _infallible = match &mut self.direct {
-            Direct::Uring(uring) => uring.flush(),
-            Direct::Threads => Ok(()),
-        };
-        if let Some(uring) = self.buffered.uring() {
+        for uring in self.rings() {
+            // It cannot fail: errors come back with their reads.
             let _infallible = uring.flush();
         }
+    }
+
+    fn rings(&mut self) -> impl Iterator<Item = &mut Uring> {
+        self.direct.as_deref_mut().into_iter().chain(self.buffered.uring())
     }
 }
 
@@ -373,13 +357,7 @@ impl Source for Router {
         self.cancelled = true;
         self.give_up_back();
         self.threads.cancel();
-        match &mut self.direct {
-            Direct::Uring(uring) => uring.cancel(),
-            Direct::Threads => {}
-        }
-        if let Some(uring) = self.buffered.uring() {
-            uring.cancel();
-        }
+        self.rings().for_each(Uring::cancel);
     }
 
     fn wake(&self) -> RawFd {
@@ -387,10 +365,7 @@ impl Source for Router {
     }
 
     fn in_flight(&self) -> usize {
-        let direct = match &self.direct {
-            Direct::Uring(uring) => uring.in_flight(),
-            Direct::Threads => 0,
-        };
+        let direct = self.direct.as_ref().map_or(0, |uring| uring.in_flight());
         let ring = match &self.buffered {
             BufferedBy::There(uring) | BufferedBy::Leaving(uring) => uring.in_flight(),
             BufferedBy::None | BufferedBy::Later => 0,

@@ -127,6 +127,7 @@ impl Threads {
     }
 
     /// Threads started so far.
+    #[cfg(any(test, feature = "testing"))]
     pub fn started(&self) -> usize {
         self.handles.len()
     }

@@ -8,6 +8,7 @@
 //! io_uring by seccomp, administrators by sysctl, and either may begin in the middle of a load. Refused reads go back
 //! to the router, as soon as the kernel can no longer write to their memory.
 
+use super::fill::advise;
 use super::flight::{quarantine, AfterRead, Flight, Waste};
 use super::perform::refuses_direct;
 use super::{readable, Outcome, Progress, Read, Source, GRACE};
@@ -118,33 +119,21 @@ impl Uring {
         let mut fallbacks = Vec::new();
         let mut refused = None;
         for &mode in modes {
-            let ring = match build(mode, depth as u32) {
-                Ok(ring) => ring,
+            let (ring, tethered) = match set_up(mode, depth, files.len(), &wake) {
+                Ok(found) => found,
                 Err(e) => {
                     refused = Some(e);
                     continue;
                 }
             };
-            let table = if files.len() <= MOST_REGISTERED { files.len() } else { 0 };
-            // The table counts against RLIMIT_NOFILE.
-            let tethered = tether(&ring, table).map(|t| (t, table)).or_else(|_| tether(&ring, 0).map(|t| (t, 0)));
             let (tether, registered) = match tethered {
                 Ok((tether, table)) => (Some(tether), vec![false; table]),
-                // Without the pipe, a ring that defers its completions could not be left safely.
-                Err(e) if mode == RingMode::Deferred => {
-                    refused = Some(e);
-                    continue;
-                }
                 Err(e) => {
                     let reason = format!("io_uring_register: {e}");
                     fallbacks.push(Fallback { from: "io_uring registered files", to: "descriptors", reason });
                     (None, Vec::new())
                 }
             };
-            if let Err(e) = ring.submitter().register_eventfd(wake.fd()) {
-                refused = Some(e);
-                continue;
-            }
             return Ok(Uring {
                 ring: Some(ring),
                 mode,
@@ -214,18 +203,13 @@ impl Uring {
                 continue;
             }
             let (file, workers) = (flight.read.file, flight.read.fresh);
-            let (entry, fd) = if self.registered.get(file as usize) == Some(&true) {
-                (entry(Ok(file), &flight, &self.files), None)
+            let (by, fd) = if self.registered.get(file as usize) == Some(&true) {
+                (Ok(file), None)
             } else {
                 match self.files.open(file, self.buffered.is_none()) {
                     Ok(fd) => {
                         self.advise(file, &fd);
-                        let entry = if self.register(file, &fd) {
-                            entry(Ok(file), &flight, &self.files)
-                        } else {
-                            entry(Err(fd.as_raw_fd()), &flight, &self.files)
-                        };
-                        (entry, Some(fd))
+                        (if self.register(file, &fd) { Ok(file) } else { Err(fd.as_raw_fd()) }, Some(fd))
                     }
                     // Entries of reads in flight become free when the reads finish.
                     Err(e) if e.kind() == ErrorKind::Limit && self.flying() > 0 => {
@@ -247,7 +231,7 @@ impl Uring {
             // Worker threads of the kernel do these reads, on all cores, instead of this one thread in turn: reads
             // through the page cache, and reads into pages that do not exist yet, which the kernel zeroes first.
             let flags = if workers { Flags::ASYNC } else { Flags::empty() };
-            if !self.push(&entry.flags(flags).user_data(slot as u64)) {
+            if !self.push(&entry(by, &flight, &self.files).flags(flags).user_data(slot as u64)) {
                 self.waiting.push_front(flight);
                 break;
             }
@@ -260,8 +244,7 @@ impl Uring {
     /// Tells the kernel to read nothing ahead in a file where that is not wanted. It is advice.
     fn advise(&self, file: u32, fd: &OwnedFd) {
         if self.buffered.as_ref().is_some_and(|b| b.exact.get(file as usize) == Some(&true)) {
-            // SAFETY: a plain system call on a descriptor we hold.
-            unsafe { libc::posix_fadvise(fd.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+            advise(fd, libc::POSIX_FADV_RANDOM);
         }
     }
 
@@ -441,6 +424,23 @@ fn entry(file: std::result::Result<u32, RawFd>, flight: &Flight, files: &Files) 
         (None, Ok(file)) => opcode::Read::new(Fixed(file), address, len).offset(offset).build(),
         (None, Err(fd)) => opcode::Read::new(Fd(fd), address, len).offset(offset).build(),
     }
+}
+
+/// A ring in this mode, with the [`tether`] and the number of files in its table, or why it has none.
+fn set_up(
+    mode: RingMode,
+    depth: usize,
+    files: usize,
+    wake: &Wake,
+) -> io::Result<(IoUring, io::Result<(OwnedFd, usize)>)> {
+    let ring = build(mode, depth as u32)?;
+    let table = if files <= MOST_REGISTERED { files } else { 0 };
+    // The table counts against RLIMIT_NOFILE.
+    let tethered = tether(&ring, table).map(|t| (t, table)).or_else(|_| tether(&ring, 0).map(|t| (t, 0)));
+    // Without the pipe, a ring that defers its completions could not be left safely.
+    let tethered = if mode == RingMode::Deferred { Ok(tethered?) } else { tethered };
+    ring.submitter().register_eventfd(wake.fd())?;
+    Ok((ring, tethered))
 }
 
 fn build(mode: RingMode, depth: u32) -> io::Result<IoUring> {

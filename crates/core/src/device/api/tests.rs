@@ -66,8 +66,6 @@ fn devices_are_described() {
         assert_eq!(api.device_name(0).unwrap(), "fakegpu on host memory");
         let ask = |attribute| api.attribute(1, attribute).unwrap();
         assert_eq!((ask(Attribute::Integrated), ask(Attribute::CopyEngines)), (1, 2));
-        assert_eq!((ask(Attribute::ComputeMajor), ask(Attribute::ComputeMinor)), (9, 0));
-        assert_eq!((ask(Attribute::HostPointerForRegistered), ask(Attribute::PageableMemoryAccess)), (1, 0));
         assert_eq!(api.device(3).unwrap_err().kind(), ErrorKind::Device);
     }
     assert_clean(&fake);
@@ -79,12 +77,11 @@ fn only_the_primary_context_of_the_device_asked_for_is_made_and_it_is_released()
     fake.configure("devices", "3");
     fake.configure("expect_devices", "2");
     let api = api(&fake, Vendor::Cuda);
-    assert_eq!(api.primary_is_active(1).unwrap(), Some(false));
+    assert_eq!(fake.counter("contexts_retained"), 0);
     let context = api.context(1).unwrap();
     let current = context.enter().unwrap();
     // SAFETY: freed once, nothing is queued.
     unsafe { current.free(current.alloc(100).unwrap()).unwrap() };
-    assert_eq!(api.primary_is_active(1).unwrap(), Some(true));
     assert_eq!((fake.counter("contexts_made"), fake.counter("contexts_retained")), (1, 1));
     drop(current);
     drop(context);
@@ -181,13 +178,12 @@ fn bytes_travel_both_ways_as_ranges_rows_and_batches() {
         // SAFETY: ranges inside the slab and the allocation, which outlive the synchronisations; handles are live.
         unsafe {
             d.register(head.as_mut_ptr(), 8192).unwrap();
-            assert_eq!(d.host_device_pointer(head.as_mut_ptr()).unwrap(), Some(at));
             let (s, e) = (d.create_stream().unwrap(), d.create_event().unwrap());
-            assert_eq!(d.is_capturing(s).unwrap(), Some(false));
             let wide = Rows { to: memory, to_pitch: 70, from: at, from_pitch: 128, width: 60, rows: 9 };
             d.copy_rows_to_device(wide, s).unwrap();
-            let up = Rows { to: back as u64, to_pitch: 60, from: memory, from_pitch: 70, ..wide };
-            d.copy_rows_to_host(up, s).unwrap();
+            for row in 0..9 {
+                d.copy_to_host(back.add(row * 60), memory + row as u64 * 70, 60, s).unwrap();
+            }
             // Pitches beyond what a strided copy takes, and of one row, which needs none.
             d.copy_rows_to_device(Rows { to: memory + 5000, to_pitch: 1 << 40, rows: 1, ..wide }, s).unwrap();
             d.copy_to_device(memory + 6000, head.as_ptr().add(100), 300, s).unwrap();
@@ -209,7 +205,6 @@ fn bytes_travel_both_ways_as_ranges_rows_and_batches() {
             assert_eq!((d.allocation(memory + 10_000), d.allocation(at)), (None, None));
             d.record(e, s).unwrap();
             d.synchronize_event(e).unwrap();
-            assert!(d.is_reached(e).unwrap());
             let device = |offset: u64, len| std::slice::from_raw_parts((memory + offset) as *const u8, len);
             for row in 0..9 {
                 assert_eq!(device(row * 70, 60), &head[row as usize * 128..][..60]);
@@ -232,7 +227,7 @@ fn bytes_travel_both_ways_as_ranges_rows_and_batches() {
 }
 
 #[test]
-fn an_event_tells_whether_the_copy_is_done_and_orders_another_stream() {
+fn an_event_orders_another_stream_behind_the_copy() {
     let fake = fake();
     for vendor in [Vendor::Cuda, Vendor::Hip] {
         fake.configure("hang_copy", "1");
@@ -247,12 +242,11 @@ fn an_event_tells_whether_the_copy_is_done_and_orders_another_stream() {
             let (s, e) = (d.create_stream().unwrap(), d.create_event().unwrap());
             d.copy_to_device(memory, slab.as_ptr(), 4096, s).unwrap();
             d.record(e, s).unwrap();
-            assert!(!d.is_reached(e).unwrap());
             d.stream_wait(Stream(consumer), e).unwrap();
             assert_eq!(fake.launch_check(consumer, memory, 4096, Fake::fnv(&slab), 0), 0);
             fake.release_hang();
             d.synchronize_stream(Stream(consumer)).unwrap();
-            assert!(d.is_reached(e).unwrap());
+            d.synchronize_event(e).unwrap();
             d.destroy_event(e).unwrap();
             d.destroy_stream(s).unwrap();
             d.free(memory).unwrap();

@@ -77,6 +77,12 @@ impl SharedContext {
         self.context.enter()
     }
 
+    /// The same, to undo what was made in it. `None` in a forked child, which did not make it, and if the context is lost:
+    /// all of it is gone then.
+    pub(in crate::device) fn enter_to_undo(&self) -> Option<Current<'_>> {
+        (self.pid == std::process::id()).then(|| self.context.enter().ok()).flatten()
+    }
+
     /// The driver's functions, whatever context is current.
     pub(super) fn api(&self) -> &Api {
         self.context.api()
@@ -89,8 +95,7 @@ impl SharedContext {
     /// Destroys the streams and events that nobody uses.
     fn drop_idle(&self) {
         let Idle { streams, events } = std::mem::take(&mut *self.idle());
-        // A failure means that the context is lost, and all of it with it.
-        if let Ok(api) = self.context.enter() {
+        if let Some(api) = self.enter_to_undo() {
             for event in events {
                 // SAFETY: from `create_event`, and nobody waits for it.
                 let _ = unsafe { api.destroy_event(event) };
@@ -140,11 +145,6 @@ impl SharedContext {
             // SAFETY: from `take_event`, and nobody waits for it any more. A failure means that the context is lost.
             let _ = unsafe { api.destroy_event(event) };
         }
-    }
-
-    /// This process made the context. A forked child did not.
-    pub(in crate::device) fn is_of_this_process(&self) -> bool {
-        self.pid == std::process::id()
     }
 }
 

@@ -35,11 +35,7 @@ impl GpuMemory {
 
 impl Drop for GpuMemory {
     fn drop(&mut self) {
-        if !self.context.is_of_this_process() {
-            return;
-        }
-        // A failure means that the context is lost, and its memory with it.
-        if let Ok(current) = self.context.enter() {
+        if let Some(current) = self.context.enter_to_undo() {
             // SAFETY: from `alloc`, freed once. Batches keep their blocks until their copies have completed, and a
             // consumer that handed work on it to a stream waits before it lets go (invariant 4).
             let _ = unsafe { current.free(self.address) };

@@ -42,7 +42,7 @@ use std::os::fd::RawFd;
 use std::sync::mpsc::{channel, Sender};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long a dropped device waits for copies in flight. A ring of 256 MiB takes 10 ms on PCIe 5, and a second if the
 /// driver copies pageable memory on a busy machine.
@@ -176,20 +176,16 @@ impl Drop for GpuDevice {
         }
         self.shared.lock().closed = true;
         self.commands = None;
-        let deadline = Instant::now() + self.patience;
-        let mut state = self.shared.lock();
-        while !state.ended {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                let hung: Vec<usize> = state.running.values().copied().collect();
-                state.given_up = true;
-                drop(state);
-                hung.iter().for_each(|slab| Ring::process().quarantine(*slab as *const u8));
-                // The thread keeps what it holds. It cleans up if the driver ever returns.
-                self.thread = None;
-                return;
-            }
-            state = self.shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        let waited = self.shared.ended.wait_timeout_while(self.shared.lock(), self.patience, |state| !state.ended);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if !state.ended {
+            let hung: Vec<usize> = state.running.values().copied().collect();
+            state.given_up = true;
+            drop(state);
+            hung.iter().for_each(|slab| Ring::process().quarantine(*slab as *const u8));
+            // The thread keeps what it holds. It cleans up if the driver ever returns.
+            self.thread = None;
+            return;
         }
         drop(state);
         if let Some(thread) = self.thread.take() {

@@ -11,7 +11,7 @@ use crate::threads::guarded;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Half of the scratch buffer in which small copies are gathered and strided ones are packed: the largest such transfer.
 /// 1 MiB takes 20 to 40 µs on the link, ten times what submitting it costs, so the other half is filled meanwhile.
@@ -30,15 +30,9 @@ pub fn stop_pinning() {
         return;
     }
     Ring::process().stop_growing();
-    let (deadline, (count, ended)) = (Instant::now() + LAST_PIN, &PINNING);
-    let mut count = count.lock().unwrap_or_else(PoisonError::into_inner);
-    while *count > 0 {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return;
-        }
-        count = ended.wait_timeout(count, left).unwrap_or_else(PoisonError::into_inner).0;
-    }
+    let (count, ended) = &PINNING;
+    let count = count.lock().unwrap_or_else(PoisonError::into_inner);
+    let _ended_or_late = ended.wait_timeout_while(count, LAST_PIN, |count| *count > 0);
 }
 
 /// Gives idle staging memory back to the system, with its registrations and the contexts they were made in. Tells how many
@@ -138,11 +132,7 @@ struct Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        if !self.context.is_of_this_process() {
-            return;
-        }
-        // A failure means that the context is lost, and its registrations with it.
-        if let Ok(current) = self.context.enter() {
+        if let Some(current) = self.context.enter_to_undo() {
             // SAFETY: registered when this was made; no lease on the slab is left, hence no copy.
             let _ = unsafe { current.unregister(self.address as *mut u8) };
         }

@@ -358,28 +358,29 @@ impl<'a> GpuQueue<'a> {
         Ok(())
     }
 
+    /// Memory of a scratch buffer, registered as long as the driver registers any.
+    fn scratch_slab(&self) -> Result<Slab> {
+        if !self.registers() {
+            return Slab::new(2 * HALF);
+        }
+        if let Some(pooled) = Ring::process().take_scratch(self.api.driver_number()) {
+            return Ok(pooled);
+        }
+        let slab = Slab::new(2 * HALF)?;
+        if let Err(error) = register_in(self.context, self.api, &slab) {
+            self.shared.fall_back(error.to_string());
+        }
+        Ok(slab)
+    }
+
     /// `len` bytes of scratch memory, at most [`HALF`], that nothing reads. Waits, where it must, for the transfers out of
     /// the half that is used next.
     fn scratch(&mut self, len: u64) -> Result<*mut u8> {
-        if self.scratch.is_none() {
-            let pooled = if self.registers() { Ring::process().take_scratch(self.api.driver_number()) } else { None };
-            let slab = match pooled {
-                Some(slab) => slab,
-                None => {
-                    let slab = Slab::new(2 * HALF)?;
-                    if self.registers() {
-                        if let Err(error) = register_in(self.context, self.api, &slab) {
-                            self.shared.fall_back(error.to_string());
-                        }
-                    }
-                    slab
-                }
-            };
-            self.scratch = Some(Scratch { slab, busy: [None; 2], half: 0, used: 0 });
-        }
-        let Some(scratch) = &mut self.scratch else {
-            return Err(Error::new(ErrorKind::Internal, "no scratch buffer"));
+        let scratch = match self.scratch.take() {
+            Some(scratch) => scratch,
+            None => Scratch { slab: self.scratch_slab()?, busy: [None; 2], half: 0, used: 0 },
         };
+        let scratch = self.scratch.insert(scratch);
         if scratch.used + len > HALF {
             let event = match scratch.busy[scratch.half] {
                 Some(event) => event,

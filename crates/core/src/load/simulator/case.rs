@@ -171,7 +171,7 @@ impl<'a> Case<'a> {
         let schedule = |rank: u32| {
             let ranks = OneOfRanks::new(&shares, rank);
             let layout = &layouts[of_rank[rank as usize] as usize];
-            Arc::new(Schedule::together(checkpoint, layout, &files, &limits, &ranks))
+            Arc::new(Schedule::among(checkpoint, layout, &files, &limits, Some(&ranks)))
         };
         let schedules: Vec<Arc<Schedule>> = (0..ranks).map(schedule).collect();
         Case { checkpoint, shares, of_rank, layouts, schedules }

@@ -23,6 +23,10 @@ pub(super) struct Atom {
 }
 
 impl Atom {
+    fn row(want: u32, start: u64, len: u64, to: u64) -> Atom {
+        Atom { want, start, len, rows: 1, stride: len, to, to_stride: len }
+    }
+
     pub(super) fn end(&self) -> u64 {
         self.start + (self.rows - 1) * self.stride + self.len
     }
@@ -37,7 +41,7 @@ impl Atom {
                 let end = past.min(start + self.len);
                 if start < from && from < end {
                     let (to, len) = (self.to + row * self.to_stride + (from - start), end - from);
-                    give(Atom { start: from, len, rows: 1, stride: len, to, to_stride: len, ..*self });
+                    give(Atom::row(self.want, from, len, to));
                     row += 1;
                 }
             } else {
@@ -56,7 +60,7 @@ impl Atom {
         let start = self.start + row * self.stride;
         if row < self.rows && start < past {
             let (to, len) = (self.to + row * self.to_stride, past - start);
-            give(Atom { start, len, rows: 1, stride: len, to, to_stride: len, ..*self });
+            give(Atom::row(self.want, start, len, to));
         }
     }
 }
@@ -83,15 +87,7 @@ impl Iterator for Atoms<'_> {
             }
             self.wants.next();
             if r.axes.is_empty() {
-                return Some(Atom {
-                    want,
-                    start: r.start,
-                    len: r.len,
-                    rows: 1,
-                    stride: r.len,
-                    to: 0,
-                    to_stride: r.len,
-                });
+                return Some(Atom::row(want, r.start, r.len, 0));
             }
             self.open.push(Reverse((r.start, want, 0)));
         }

@@ -73,7 +73,10 @@ impl Section {
 
 /// A schedule that is being made.
 pub(super) struct Making<'a> {
+    pub(super) checkpoint: &'a Checkpoint,
     pub(super) layout: &'a Layout,
+    pub(super) files: &'a [FileTraits],
+    pub(super) limits: &'a Limits,
     /// The wants in order of files and offsets, and whether they are handed out in this order.
     pub(super) by_file: Vec<u32>,
     pub(super) in_file_order: bool,
@@ -118,14 +121,8 @@ impl Making<'_> {
     }
 
     /// Appends the extents of a section.
-    pub(super) fn section(
-        &mut self,
-        checkpoint: &Checkpoint,
-        files: &[FileTraits],
-        limits: &Limits,
-        section: &Section,
-    ) {
-        let (layout, Section { alone, exchanged }) = (self.layout, section);
+    pub(super) fn section(&mut self, Section { alone, exchanged }: &Section) {
+        let Making { checkpoint, layout, files, limits, .. } = *self;
         let before = std::mem::take(&mut self.schedule.extents);
         let (mut mapped, mut read, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         let by_file = std::mem::take(&mut self.by_file);
@@ -168,15 +165,11 @@ impl Making<'_> {
             }
         }
         self.by_file = by_file;
-        if let Some(ranks) = self.ranks {
-            self.parcels(checkpoint, files, limits, ranks, exchanged.clone(), true);
-        }
+        self.parcels(exchanged.clone(), true);
         self.schedule.sort(layout, files, self.in_file_order, limits);
         let own = std::mem::replace(&mut self.schedule.extents, before);
-        if let Some(ranks) = self.ranks {
-            // What comes from others is asked for first.
-            self.parcels(checkpoint, files, limits, ranks, exchanged.clone(), false);
-        }
+        // What comes from others is asked for first.
+        self.parcels(exchanged.clone(), false);
         self.schedule.extents.extend(own);
     }
 

@@ -62,22 +62,13 @@ impl Schedule {
     /// in the block. The sum of those moves, each less than [`GPU_ALIGN`], plus `len` is at most `limits.extent`. A
     /// single page is the exception.
     pub fn new(checkpoint: &Checkpoint, layout: &Layout, files: &[FileTraits], limits: &Limits) -> Schedule {
-        Self::make(checkpoint, layout, files, limits, None)
+        Self::among(checkpoint, layout, files, limits, None)
     }
 
-    /// The same for one rank of several. What several want are parcels, which are extents of their own, in slabs: those that this
-    /// rank reads stand in the order with the rest. Those that others read come first of their section, in the lane of ranks.
-    pub fn together(
-        checkpoint: &Checkpoint,
-        layout: &Layout,
-        files: &[FileTraits],
-        limits: &Limits,
-        ranks: &OneOfRanks<'_>,
-    ) -> Schedule {
-        Self::make(checkpoint, layout, files, limits, Some(ranks))
-    }
-
-    fn make(
+    /// The same, with `ranks` for one rank of several. What several want are parcels, which are extents of their own, in
+    /// slabs. Those that this rank reads stand in the order with the rest. Those that others read come first of their
+    /// section, in the lane of ranks.
+    pub fn among(
         checkpoint: &Checkpoint,
         layout: &Layout,
         files: &[FileTraits],
@@ -88,7 +79,10 @@ impl Schedule {
         let by_file = layout.by_file();
         let in_file_order = layout.order == by_file;
         let mut plan = Making {
+            checkpoint,
             layout,
+            files,
+            limits,
             by_file,
             in_file_order,
             schedule: Schedule {
@@ -110,7 +104,7 @@ impl Schedule {
         let whole = [Section::whole(0)];
         for section in ranks.map_or(&whole[..], |ranks| &ranks.sections) {
             let start = plan.schedule.extents.len();
-            plan.section(checkpoint, files, limits, section);
+            plan.section(section);
             plan.schedule.sections.push(start..plan.schedule.extents.len());
         }
         plan.schedule

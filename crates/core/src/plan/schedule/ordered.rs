@@ -26,6 +26,11 @@ pub struct Schedule {
 }
 
 impl Schedule {
+    /// The pieces of an extent.
+    pub fn pieces_of(&self, extent: &Extent) -> &[Piece] {
+        &self.pieces[extent.pieces.start as usize..extent.pieces.end as usize]
+    }
+
     /// Orders the extents by the first want that needs them, and interleaves storage devices.
     ///
     /// In a stream they interleave within half a window. What another device brings before its turn waits for the consumer,
@@ -39,11 +44,9 @@ impl Schedule {
         for (at, &want) in (0..).zip(&layout.order) {
             rank[want as usize] = at;
         }
-        let pieces = &self.pieces;
-        let first = |e: &Extent| {
-            pieces[e.pieces.start as usize..e.pieces.end as usize].iter().map(|p| rank[p.want as usize]).min()
-        };
-        let mut keyed: Vec<_> = std::mem::take(&mut self.extents).into_iter().map(|e| (first(&e), e)).collect();
+        let extents = std::mem::take(&mut self.extents);
+        let first = |e: &Extent| self.pieces_of(e).iter().map(|p| rank[p.want as usize]).min();
+        let mut keyed: Vec<_> = extents.into_iter().map(|e| (first(&e), e)).collect();
         if !keyed.is_sorted_by_key(|k| k.0) {
             keyed.sort_by_key(|k| k.0);
         }

@@ -1,26 +1,17 @@
 //! The extents of what several ranks want: parcels that this rank reads and sends, and those that it receives.
 
-use super::limits::{FileTraits, Limits};
 use super::making::{Making, OneOfRanks};
 use super::pieces::push;
 use super::rules::Rules;
 use crate::extent::{Extent, InCommon, Landing, Lane, Piece};
-use crate::format::Checkpoint;
 use crate::plan::shares::Parcel;
 use std::ops::Range;
 
 impl Making<'_> {
     /// Adds the parcels of these numbers that this rank reads (`own`), or those that other ranks send it.
-    pub(super) fn parcels(
-        &mut self,
-        checkpoint: &Checkpoint,
-        files: &[FileTraits],
-        limits: &Limits,
-        ranks: &OneOfRanks<'_>,
-        numbers: Range<u32>,
-        own: bool,
-    ) {
-        let (shares, rank) = (ranks.shares, ranks.rank);
+    pub(super) fn parcels(&mut self, numbers: Range<u32>, own: bool) {
+        let Some(OneOfRanks { shares, rank, .. }) = self.ranks else { return };
+        let (checkpoint, rank) = (self.checkpoint, *rank);
         for number in numbers {
             let parcel = &shares.parcels()[number as usize];
             if (parcel.reader == rank) != own || !shares.audience(parcel).contains(&rank) {
@@ -33,22 +24,20 @@ impl Making<'_> {
                 let (to, len) = (place.offset + part.dense.start, part.dense.end - part.dense.start);
                 let (want, block) = (part.want, place.block);
                 if !own {
-                    let piece = Piece { want, block, from: packed, to, len, rows: 1, from_stride: len, to_stride: len };
-                    self.scratch.push(piece);
+                    self.scratch.push(Piece::row(want, block, packed, to, len));
                     packed += len;
                     continue;
                 }
                 for (from, dense) in self.layout.runs[want as usize].rows(part.dense.clone()) {
                     let (to, len) = (place.offset + dense.start, dense.end - dense.start);
-                    let piece = Piece { want, block, from, to, len, rows: 1, from_stride: len, to_stride: len };
-                    push(&mut self.scratch, piece);
+                    push(&mut self.scratch, Piece::row(want, block, from, to, len));
                 }
             }
-            let traits = files.get(parcel.file as usize);
+            let traits = self.files.get(parcel.file as usize);
             match (own, traits) {
                 (true, Some(traits)) => {
                     let size = checkpoint.files()[parcel.file as usize].size;
-                    let rules = Rules::read(parcel.file, traits, limits, size);
+                    let rules = Rules::read(parcel.file, traits, self.limits, size);
                     self.emit_parcel(&rules, number, parcel);
                 }
                 _ if packed > 0 => self.emit_received(parcel, number, packed),
