@@ -114,7 +114,7 @@ pub(super) fn our_blocks(
         0 => None,
         len => {
             let places = layout.places.iter().filter_map(|p| Some((starts[p.block as usize]? + p.offset, p.nbytes)));
-            match Arena::new(len, places) {
+            match Arena::new(len, places, routing.page_timing) {
                 Ok(arena) => Some(Arc::new(arena)),
                 Err(refusal) => return Ok(Err(refusal)),
             }
