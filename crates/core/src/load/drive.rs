@@ -41,7 +41,7 @@ pub(super) struct Driver {
     pub(super) ranks: Option<Ranks>,
 }
 
-/// What a load does to the page cache.
+/// The effect of a load on the page cache.
 pub(super) struct CacheUse {
     pub(super) routing: Arc<Routing>,
     /// The decision by the pace of the storage, if there is a trial. After the load, bytes that went past the page cache are
