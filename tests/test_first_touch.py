@@ -54,6 +54,17 @@ def test_resident_pages_are_left_to_their_first_touch_and_reported(file, read):
     Oracle(file).same(tensors)
 
 
+@pytest.mark.machine
+def test_without_page_timing_there_is_no_estimate(file):
+    pagecache.warm(file)
+    checkpoint = penstock.open(file)
+    Oracle(file).same(checkpoint.load(options={"page_timing": False}))
+    report = checkpoint.last_report
+    assert report["first_touch_bytes"] >= checkpoint.nbytes
+    assert report["first_touch_seconds"] is None
+    assert "first touch" in str(report) and ": about" not in str(report)
+
+
 @pytest.mark.parametrize("options", [{"copy": True}, {"io": "direct"}, {"io": "buffered"}])
 @pytest.mark.machine
 def test_private_memory_leaves_nothing(file, options):
@@ -108,8 +119,8 @@ def test_cold_pages_are_sampled_and_touched_at_most_once(cold):
     Oracle(cold).same(tensors)
 
 
-@pytest.mark.parametrize("options", [{"copy": True}, {"io": "direct"}, {"io": "buffered"}])
-def test_copied_bytes_are_not_touched(cold, options):
+@pytest.mark.parametrize("options", [{"copy": True}, {"io": "direct"}, {"io": "buffered"}, {"page_timing": False}])
+def test_copied_bytes_are_not_touched_nor_any_without_page_timing(cold, options):
     checkpoint = penstock.open(cold)
     checkpoint.load(options=options)
     assert checkpoint.last_report["touched_pages"] == checkpoint.last_report["touch_calls"] == 0

@@ -64,6 +64,7 @@ def test_a_default_that_a_description_names_is_the_default(option):
         ({"stall_timeout": True}, TypeError, "stall_timeout must be a number of seconds"),
         ({"stall_timeout": 1e-10}, ValueError, "must be a positive number of seconds"),
         ({"stall_timeout": 0}, ValueError, "must be a positive number of seconds"),
+        ({"page_timing": "off"}, TypeError, "page_timing must be True, False or None, not 'off'"),
     ],
 )
 def test_the_limit_of_an_option_names_that_option(values: dict[str, Any], error: type[Exception], says: str):

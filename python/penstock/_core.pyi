@@ -81,6 +81,7 @@ class Options:
         extent: int | str | None = None,
         depth: int | None = None,
         gap: int | str | None = None,
+        page_timing: bool | None = None,
         pinning_threads: int | None = None,
         exchange: Exchange | None = None,
         scope: Scope | None = None,
@@ -110,6 +111,8 @@ class Options:
     def depth(self) -> int: ...
     @property
     def gap(self) -> int | Literal["auto"]: ...
+    @property
+    def page_timing(self) -> bool | None: ...
     @property
     def pinning_threads(self) -> int: ...
     @property

@@ -6,7 +6,8 @@
 //! (the kernel allows 65,530 by default).
 //!
 //! The timing of huge pages has constants of one virtual machine with two cores. `benches/copied.py` on virtual machines of
-//! other hosts can remove it: if huge pages take less than 1.5 ms there, only that host needs it. It has no switch of its own.
+//! other hosts can remove it: if huge pages take less than 1.5 ms there, only that host needs it. `page_timing=False`
+//! switches it off: an arena stays in huge pages.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::{is_virtual_machine, page_size, thread_cpu, time_of};
@@ -456,7 +457,8 @@ const SLOW: Duration = Duration::from_micros(1500);
 
 impl Arena {
     /// Memory of `len` bytes in which `places` (offset, bytes) will live; each is given back once, by [`Arena::vacate`].
-    pub(crate) fn new(len: u64, places: impl Iterator<Item = (u64, u64)>) -> Result<Self> {
+    /// `page_timing` is that of the options.
+    pub(crate) fn new(len: u64, places: impl Iterator<Item = (u64, u64)>, page_timing: Option<bool>) -> Result<Self> {
         let memory = Anonymous::new(len)?;
         let tenants: Vec<_> = (0..memory.len().div_ceil(HUGE_PAGE as usize)).map(|_| AtomicU32::new(0)).collect();
         for (offset, nbytes) in places {
@@ -464,7 +466,8 @@ impl Arena {
                 tenants[page].fetch_add(1, Ordering::Relaxed);
             }
         }
-        let skip = (memory.len() as u64 >= LEAST_SAMPLED && is_virtual_machine()).then_some(0);
+        let timed = memory.len() as u64 >= LEAST_SAMPLED && page_timing.unwrap_or_else(is_virtual_machine);
+        let skip = timed.then_some(0);
         let samples = Mutex::new(Samples { slow_from: SLOW, skip, slow: 0, small: false });
         Ok(Self { memory, tenants, incomplete: AtomicU32::new(0), samples })
     }
@@ -758,7 +761,7 @@ mod tests {
 
     /// An arena of `len` bytes in which huge pages are timed, and count as slow from so much processor time.
     fn timed(len: u64, slow_from: Duration) -> Arc<Arena> {
-        let mut arena = Arena::new(len, std::iter::empty()).unwrap();
+        let mut arena = Arena::new(len, std::iter::empty(), None).unwrap();
         arena.samples = Mutex::new(Samples { slow_from, skip: Some(0), slow: 0, small: false });
         Arc::new(arena)
     }
@@ -824,18 +827,27 @@ mod tests {
     }
 
     #[test]
-    fn a_small_arena_is_not_timed() {
-        let arena = Arc::new(Arena::new(LEAST_SAMPLED - HUGE_PAGE, std::iter::empty()).unwrap());
-        let block = Block::arena(&arena, 0);
-        block.prepare(0, LEAST_SAMPLED - HUGE_PAGE);
-        assert_eq!(resident_bytes(arena.memory.at(), arena.memory.len()), 0);
+    fn a_small_arena_is_not_timed_nor_one_without_page_timing() {
+        const SMALL: u64 = LEAST_SAMPLED - HUGE_PAGE;
+        for (len, page_timing, is_timed) in
+            [(SMALL, None, false), (SMALL, Some(true), false), (LEAST_SAMPLED, Some(false), false)]
+                .into_iter()
+                .chain([(LEAST_SAMPLED, Some(true), true), (LEAST_SAMPLED, None, is_virtual_machine())])
+        {
+            let arena = Arc::new(Arena::new(len, std::iter::empty(), page_timing).unwrap());
+            let block = Block::arena(&arena, 0);
+            block.prepare(0, len);
+            let resident = resident_bytes(arena.memory.at(), arena.memory.len());
+            assert_eq!(resident > 0, is_timed, "{len} {page_timing:?}");
+            assert!(is_timed || has(&block, "hg"));
+        }
     }
 
     #[test]
     fn a_kept_scalar_pins_one_huge_page_and_nothing_else() {
         let len = 8 * HUGE_PAGE;
         let places = [(0, 16), (16, 3 * HUGE_PAGE), (16 + 3 * HUGE_PAGE, 5 * HUGE_PAGE - 16)];
-        let arena = Arc::new(Arena::new(len, places.iter().copied()).unwrap());
+        let arena = Arc::new(Arena::new(len, places.iter().copied(), None).unwrap());
         let block = Block::arena(&arena, 0);
         // SAFETY: the arena has `len` bytes and nobody else knows it.
         unsafe { ptr::write_bytes(arena.memory.at(), 7, len as usize) };

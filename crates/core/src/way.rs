@@ -116,6 +116,8 @@ pub struct Routing {
     pub buffered_depth: usize,
     /// Bytes between two reads that one request to a server brings too, at most. None: what such a store finds best.
     pub gap: Option<u64>,
+    /// [`Options::page_timing`](crate::options::Options::page_timing).
+    pub page_timing: Option<bool>,
     /// How long a load waits at most for something to move. A server that says it is busy is asked for as long, at least.
     pub stall: Duration,
 }
@@ -134,7 +136,7 @@ impl Default for Routing {
         let (ways, reason) = (Vec::new(), String::new());
         let (depth, requests, buffered_depth) = (64, 64, 8);
         let (cold, here, threads, gap) = (Cold::Bypass, false, 12, None);
-        let stall = Duration::ZERO;
-        Routing { ways, cold, reason, here, threads, depth, requests, buffered_depth, gap, stall }
+        let (page_timing, stall) = (None, Duration::ZERO);
+        Routing { ways, cold, reason, here, threads, depth, requests, buffered_depth, gap, page_timing, stall }
     }
 }

@@ -1,12 +1,20 @@
-//! The memory of a load's blocks: one arena, mapped files, and memory of the caller.
+//! The memory of a load's blocks (one arena, mapped files, memory of the caller or of a GPU), and what fills it.
 
-use crate::device::Fence;
+use super::addresses::Addresses;
+use super::shared::internal;
+use crate::device::api::Api;
+use crate::device::gpu::{GpuMemory, SharedContext};
+use crate::device::{Batch, Fence};
 use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{Extent, Landing, Ticket};
 use crate::machine;
-use crate::memory::{Arena, Block, Mapping};
+use crate::memory::{Arena, Block, Keep, Mapping};
 use crate::options::PAGE;
 use crate::plan::layout::{BlockKind, BlockSpec, Layout};
-use crate::plan::request::{Memory, Where};
+use crate::plan::request::{Memory, Request, Where};
+use crate::plan::schedule::Schedule;
+use crate::source::{Destination, Read};
+use crate::staging::Lease;
 use crate::store::Storage;
 use crate::way::Routing;
 use std::sync::Arc;
@@ -114,7 +122,7 @@ pub(super) fn our_blocks(
         0 => None,
         len => {
             let places = layout.places.iter().filter_map(|p| Some((starts[p.block as usize]? + p.offset, p.nbytes)));
-            match Arena::new(len, places) {
+            match Arena::new(len, places, routing.page_timing) {
                 Ok(arena) => Some(Arc::new(arena)),
                 Err(refusal) => return Ok(Err(refusal)),
             }
@@ -150,6 +158,115 @@ fn map(files: &Storage, file: u32, routing: &Routing) -> Result<Result<Mapping>>
         mapping.read_no_further(true);
     }
     Ok(mapping)
+}
+
+/// The blocks of a load, and the reads and copies that fill them.
+pub(super) struct BlockMemory {
+    pub(super) schedule: Arc<Schedule>,
+    pub(super) layout: Arc<Layout>,
+    /// The memory of each block, from its grant until all of its bytes are there.
+    pub(super) blocks: Vec<Option<Block>>,
+}
+
+impl BlockMemory {
+    /// The extent of this ticket.
+    pub(super) fn extent(&self, ticket: Ticket) -> Option<&Extent> {
+        self.schedule.extents.get(ticket.0 as usize)
+    }
+
+    fn addresses(&self, extent: u32) -> Addresses<'_, impl Fn(u32) -> Option<u64> + '_> {
+        let base = |block: u32| self.blocks[block as usize].as_ref().map(Block::address);
+        Addresses::new(&self.schedule, &self.layout, extent, base)
+    }
+
+    fn block(&self, block: u32) -> Result<&Block> {
+        self.blocks[block as usize].as_ref().ok_or_else(|| internal("a block was used before it was granted"))
+    }
+
+    /// Where the read of an extent lands. `slab` is the one that it holds, if it holds one.
+    pub(super) fn destination(&self, extent: u32, slab: Option<&Arc<Lease>>) -> Result<Destination> {
+        if slab.is_some_and(|slab| self.schedule.extents[extent as usize].len > slab.len() as u64) {
+            return Err(internal("an extent that is longer than its slab"));
+        }
+        self.addresses(extent).destination(slab.map(|slab| slab.address()))
+    }
+
+    /// The read of an extent.
+    pub(super) fn read(&self, extent: u32, slab: Option<&Arc<Lease>>) -> Result<Read> {
+        let e = &self.schedule.extents[extent as usize];
+        let into = self.destination(extent, slab)?;
+        let keep: Keep = match (e.landing, slab) {
+            (Landing::Slab, Some(slab)) => slab.clone(),
+            // It has no memory yet.
+            (Landing::Slab, None) => Arc::new(()),
+            _ => {
+                self.prepare(extent)?;
+                self.keep_blocks(extent, None)?
+            }
+        };
+        let &Extent { file, offset, len, need, lane, .. } = e;
+        let (ticket, fresh) = (ticket(extent), matches!(e.landing, Landing::Block { .. }));
+        Ok(Read { ticket, file, offset, len, need, lane, into, fresh, written: 0, keep })
+    }
+
+    /// The copies of an extent out of its slab.
+    pub(super) fn batch(&self, extent: u32, slab: &Arc<Lease>) -> Result<Batch> {
+        let copies = self.addresses(extent).copies(slab.address())?;
+        let strided = self.addresses(extent).strided(slab.address())?;
+        self.prepare(extent)?;
+        let keep = self.keep_blocks(extent, Some(slab.clone()))?;
+        Ok(Batch { ticket: ticket(extent), slab: (slab.address(), slab.len()), copies, strided, keep })
+    }
+
+    /// The last step of this extent is about to write to its blocks.
+    fn prepare(&self, extent: u32) -> Result<()> {
+        let addresses = self.addresses(extent);
+        let mut written = addresses.written();
+        written.try_for_each(|(block, offset, nbytes)| self.block(block).map(|block| block.prepare(offset, nbytes)))
+    }
+
+    /// Keeps the memory of all blocks that the extent fills, and the slab.
+    fn keep_blocks(&self, extent: u32, slab: Option<Arc<Lease>>) -> Result<Keep> {
+        let addresses = self.addresses(extent);
+        let mut keeps = addresses.blocks().map(|b| Ok(self.block(b)?.keep())).collect::<Result<Vec<Keep>>>()?;
+        keeps.extend(slab.map(|slab| slab as Keep));
+        Ok(match keeps.len() {
+            1 => keeps.remove(0),
+            _ => Arc::new(keeps),
+        })
+    }
+}
+
+/// The ticket of an extent is its number.
+pub(super) fn ticket(extent: u32) -> Ticket {
+    Ticket(u64::from(extent))
+}
+
+/// GPU blocks that the engine thread allocates itself. It retains the context when the first block is wanted: creating
+/// a context takes 0.1 s and more, and the first reads go on meanwhile.
+pub(super) struct GpuBlocks {
+    api: Arc<Api>,
+    ordinal: u32,
+    context: Option<Arc<SharedContext>>,
+}
+
+impl GpuBlocks {
+    /// `None` if this load has no such blocks.
+    pub(super) fn wanted(request: &Request) -> Result<Option<Self>> {
+        Ok(match (request.device, &request.memory) {
+            (Where::Gpu(ordinal), Memory::Ours) => Some(Self { api: Api::load()?, ordinal, context: None }),
+            _ => None,
+        })
+    }
+
+    pub(super) fn allocate(&mut self, nbytes: u64) -> Result<Block> {
+        let context = match &mut self.context {
+            Some(context) => context,
+            none => none.insert(SharedContext::retain(&self.api, self.ordinal)?),
+        };
+        let memory = GpuMemory::new(context, nbytes)?;
+        Ok(Block::held(memory.address(), Arc::new(memory)))
+    }
 }
 
 #[cfg(all(test, not(loom)))]

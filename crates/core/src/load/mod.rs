@@ -8,7 +8,9 @@ mod among;
 mod blocks;
 mod drive;
 mod exchange_trial;
+mod files;
 mod handle;
+mod journal;
 mod leased;
 mod quiesce;
 mod reader;
@@ -17,6 +19,7 @@ mod shared;
 #[cfg(test)]
 mod simulator;
 mod start;
+mod transport;
 
 pub use exchange_trial::TRIED;
 pub use handle::{Load, Next};

@@ -177,6 +177,42 @@ impl Shared {
     }
 }
 
+/// The engine thread's end of [`Shared`].
+pub(super) struct OwnerLink {
+    pub(super) shared: Arc<Shared>,
+    /// The owner takes wants one by one.
+    pub(super) stream: bool,
+    /// The engine has heard that the owner wants the load to end.
+    pub(super) cancelled: bool,
+    /// Bytes arrived, as the owner was told last.
+    pub(super) told: u64,
+}
+
+impl OwnerLink {
+    /// Whether the owner has said, in a message that nobody has read yet, that the load is to end.
+    pub(super) fn cancels(&self) -> bool {
+        self.shared.lock().messages.iter().any(|message| matches!(message, Message::Cancel))
+    }
+
+    /// Tells the owner the news: wants ready, blocks wanted, bytes arrived.
+    pub(super) fn tell(&mut self, ready: Vec<u32>, mut wanted: Vec<u32>, arrived: u64) {
+        if ready.is_empty() && arrived == self.told && wanted.is_empty() {
+            return;
+        }
+        self.told = arrived;
+        let mut state = self.shared.lock();
+        // A grant may have come in since the engine looked.
+        wanted.retain(|&b| !state.is_granted(b));
+        let news = !ready.is_empty() || (!wanted.is_empty() && wanted != state.wanted);
+        state.ready.extend(ready);
+        state.wanted = wanted;
+        state.arrived = arrived;
+        if news {
+            self.shared.changed.notify_all();
+        }
+    }
+}
+
 #[cfg(all(test, loom))]
 mod models {
     use super::*;

@@ -1,17 +1,20 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
 use super::among::{Among, Received};
-use super::blocks::{allocate, arena, check_room, our_blocks};
-use super::drive::{Began, Driver, GpuBlocks, Record};
+use super::blocks::{allocate, arena, check_room, our_blocks, BlockMemory, GpuBlocks};
+use super::drive::{CacheUse, Driver, Ranks};
 use super::exchange_trial::{sections, untried, ExchangeTrial};
+use super::files::LoadFiles;
 use super::handle::Load;
+use super::journal::{Began, Journal};
 use super::room;
-use super::shared::{somewhere, Shared};
+use super::shared::{somewhere, OwnerLink, Shared};
+use super::transport::Transport;
 use crate::detached::here;
 use crate::device::api::Api;
 use crate::device::cpu::CpuDevice;
 use crate::device::gpu::GpuDevice;
-use crate::device::Device;
+use crate::device::{Device, Fence};
 use crate::engine::{nanos, Bounds, Engine, Event};
 use crate::error::{Error, ErrorKind, Result};
 #[cfg(any(test, feature = "testing"))]
@@ -22,15 +25,15 @@ use crate::machine;
 use crate::memory::Block;
 use crate::options::{pool_bytes, Io, Options};
 use crate::plan::request::{Memory, Request, Together, Where};
-use crate::plan::schedule::OneOfRanks;
+use crate::plan::schedule::{OneOfRanks, Schedule};
 use crate::plan::Planned;
 use crate::source::{Dispatcher, LaneSource, Source, SourceRequest};
-use crate::staging::Ring;
-use crate::stats::{AmongRanks, Tally};
+use crate::staging::{Ring, Share};
+use crate::stats::AmongRanks;
 use crate::store::{patiently, DiskUse, Objects, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
-use crate::way::Cold;
+use crate::way::{Cold, Routing};
 use serde_json::json;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -125,14 +128,24 @@ impl Load {
     }
 }
 
-/// Plans the load and starts it; see [`Load::start`].
-fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
+/// Starts the load; see [`Load::start`]. Other ranks and the trace hear of an error.
+fn start(request: Request, mut stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool) -> Result<Load> {
     let checkpoint = request.checkpoint.clone();
     let timeline = match &*request.options.trace {
         "" => None,
         pattern => Some(Arc::new(Timeline::new(pattern)?)),
     };
-    begin(request, stand_ins, timeline.clone(), go_on).map_err(|e| {
+    let began = Began::now();
+    let among = stand_ins.together.take().map(|together| Among::new(together, &request)).transpose();
+    let outcome = among.and_then(|mut among| {
+        let outcome = assemble(request, stand_ins, timeline.clone(), go_on, began, &mut among);
+        if let (Err(error), Some(among)) = (&outcome, &among) {
+            // It could not even begin: the others hear why.
+            among.peers.fail(error);
+        }
+        outcome
+    });
+    outcome.map_err(|e| {
         let e = somewhere(e, &checkpoint);
         if let Some(timeline) = timeline {
             // The load's error matters more than an error in writing its trace.
@@ -142,22 +155,7 @@ fn start(request: Request, stand_ins: StandIns<'_>, go_on: impl FnMut() -> bool)
     })
 }
 
-fn begin(
-    request: Request,
-    mut stand_ins: StandIns<'_>,
-    timeline: Option<Arc<Timeline>>,
-    go_on: impl FnMut() -> bool,
-) -> Result<Load> {
-    let began = Began::now();
-    let mut among = stand_ins.together.take().map(|together| Among::new(together, &request)).transpose()?;
-    let outcome = assemble(request, stand_ins, timeline, go_on, began, &mut among);
-    if let (Err(error), Some(among)) = (&outcome, &among) {
-        // It could not even begin: the others hear why.
-        among.peers.fail(error);
-    }
-    outcome
-}
-
+/// Plans the load, puts its parts together, and lets it run.
 fn assemble(
     request: Request,
     stand_ins: StandIns<'_>,
@@ -166,155 +164,118 @@ fn assemble(
     began: Began,
     among: &mut Option<Among>,
 ) -> Result<Load> {
-    let files = request.checkpoint.storage()?;
-    let files = Arc::new(match &among {
-        Some(among) => files.among(&among.hosts),
-        None => files,
-    });
-    #[cfg(any(test, feature = "testing"))]
-    (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.first().pretend_storage(file, *storage))?;
-    let (request, mut plan, ours) = planned_and_mapped(request, &files, among.as_ref(), go_on)?;
-    #[cfg(any(test, feature = "testing"))]
-    if stand_ins.late {
-        plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
-    }
-    // A rank that wants nothing waits for the others: not on the caller's thread.
-    plan.routing.here &= among.is_none();
-    let here = plan.routing.here;
+    let (request, files, mut plan, ours) = planned_and_mapped(request, &stand_ins, among.as_ref(), go_on)?;
     // From here until the load has ended it wants the disk.
     let disk = plan.uses_disk.then(DiskUse::begin);
+    let gpu = GpuBlocks::wanted(&request)?;
+    let staging = staging(&request, &mut plan, among.as_ref());
     let Request { checkpoint, wants, device: at, memory, options, stream, .. } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
-
-    let gpu = match (at, &memory) {
-        (Where::Gpu(ordinal), Memory::Ours) => Some(GpuBlocks::new(ordinal)?),
-        _ => None,
-    };
-    let besides = || match (&memory, at) {
-        (Memory::Into { tensors, .. }, Where::Cpu) => room::without_pages(tensors),
-        (Memory::Ours, Where::Cpu) => {
-            let all = arena(&layout, &schedule.stretches, &plan.routing).0;
-            if stream {
-                all.min(options.window)
-            } else {
-                all
-            }
-        }
-        _ => 0,
-    };
-    let slabs = room::SlabDemand {
-        limit: options.staging,
-        wanted: room::wanted(&schedule.extents),
-        there: Ring::process().staging().mapped,
-        half: matches!(at, Where::Gpu(_)),
-        ranks: among.as_ref().map_or(1, Among::on_this_machine),
-    };
-    let (staging, less) = room::limit(&slabs, besides, machine::memory_before_a_kill);
-    plan.report.fallbacks.extend(less);
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
     let asked = SourceRequest { timeline: timeline.clone(), ..SourceRequest::new(options.io, routing.clone()) };
-    let mut source = files.source(&asked)?;
-    if let Some(decorate) = stand_ins.decorate {
-        let decorated = decorate(Box::new(source), files.first())?;
-        source = Dispatcher::new(Vec::new());
-        source.add(Some(0), LaneSource { lanes: Vec::new(), source: decorated })?;
-    }
-    let received = match &among {
-        Some(among) => {
-            let (ranks, received) = among.source(&schedule);
-            source.add(None, ranks)?;
-            Some(received)
-        }
-        None => None,
-    };
-    let lanes = schedule.extents.iter().map(|e| (e.file, e.lane));
-    source.check(lanes).map_err(|(file, e)| e.at(files.path(file)))?;
-    let mut device = match stand_ins.device {
-        Some(device) => Some(device),
-        None => device(at, schedule.extents.iter().any(|e| e.landing == Landing::Slab), &options, timeline.as_ref())?,
-    };
-    // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
-    let window = (stream && !here).then_some(options.window);
-    let (depth, requests) = (routing.depth, routing.requests);
-    // Parcels to be sent hold at most half of the slabs that a load to a GPU registers, so received bytes find one.
-    let most_sent = received.filter(|received: &Received| received.in_slabs);
-    let most_sent = most_sent.map(|_| (pool_bytes(staging, plan.slab) / plan.slab / 2).max(1) as usize);
-    let requests = requests.saturating_add(received.map_or(0, |received| received.parcels));
-    let bounds = Bounds { depth, requests, window, sent: most_sent, stall: nanos(options.stall_timeout) };
+    let (source, received) = source(&files, &asked, stand_ins.decorate, among.as_ref(), &schedule)?;
+    let ours = || device(at, &schedule, &options, timeline.as_ref());
+    let device = stand_ins.device.map_or_else(ours, |device| Ok(Some(device)))?;
+    let bounds = bounds(&routing, &options, stream, received, pool_bytes(staging, plan.slab) / plan.slab);
     let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
-    let mut sends = HashMap::new();
-    if let (Some(among), Some(inner)) = (&among, device.take_if(|_| among.is_some())) {
-        let (decorated, bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
-        sends = bytes;
-        device = Some(decorated);
+    let (mut device, mut sends, mut trial) = (device, HashMap::new(), None);
+    if let Some(among) = among {
+        if let Some(inner) = device.take() {
+            let (decorated, bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
+            (device, sends) = (Some(decorated), bytes);
+        }
+        let (ranks, reason) = (among.members, untried(options.exchange));
+        plan.report.exchange = Some(AmongRanks { ranks, exchanged: true, reason, ..AmongRanks::default() });
+        trial = ExchangeTrial::begin(&among.shares, &schedule, plan.unwanted, &mut engine);
     }
-    let exchange = AmongRanks { exchanged: true, reason: untried(options.exchange), ..AmongRanks::default() };
-    plan.report.exchange = among.as_ref().map(|among| AmongRanks { ranks: among.members, ..exchange });
-    let begin = |among: &Among| ExchangeTrial::begin(&among.shares, &schedule, plan.unwanted, &mut engine);
-    let exchange_trial = among.as_ref().and_then(begin);
-    let mut ring = Ring::process().join(plan.slab, staging)?;
-    if let Some(device) = &mut device {
-        // A parcel holds its slab until other ranks have taken it.
-        let bytes = |e: &Extent| if e.shared.is_some() { plan.slab } else { e.len };
-        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(bytes).sum());
-    }
+    let ring = ring(device.as_mut(), &schedule, plan.slab, staging)?;
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
-    let extents = schedule.extents.len();
+    let (may_hang, stall, extents) = (files.may_hang(), options.stall_timeout, schedule.extents.len());
+    let chosen = (routing.cold == Cold::Try).then_some(asked.chosen);
     let driver = Driver {
-        shared: shared.clone(),
-        checkpoint: checkpoint.clone(),
-        may_hang: files.may_hang(),
-        files,
-        schedule,
-        layout: layout.clone(),
+        owner: OwnerLink { shared: shared.clone(), stream, cancelled: false, told: u64::MAX },
+        files: LoadFiles { checkpoint: checkpoint.clone(), storage: files, may_hang, stall },
         engine,
-        source: Box::new(source),
-        device,
-        ring,
-        blocks,
+        transport: Transport { source: Box::new(source), device, ring, held_back: None },
+        memory: BlockMemory { schedule, layout: layout.clone(), blocks },
         gpu,
-        stream,
-        stall: options.stall_timeout,
-        held_back: None,
-        report: plan.report,
-        tally: Tally::default(),
-        began,
-        fence,
-        _disk: disk,
-        routing: routing.clone(),
-        trial: (routing.cold == Cold::Try).then_some(asked.chosen),
-        sends,
-        exchange_trial,
-        cancelled: false,
-        record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
-        peers: among.take().map(|among| among.peers),
+        journal: Journal::new(plan.report, began, timeline.clone(), extents),
+        cache: CacheUse { routing: routing.clone(), chosen, _disk: disk },
+        ranks: among.take().map(|among| Ranks { sends, trial, peers: among.peers }),
     };
     // Its own, which holds no descriptor after the load has ended.
-    let mapped = match stream && routing.ways.iter().any(|way| way.is_mapped()) {
-        true => Some((Arc::new(checkpoint.storage()?), routing)),
-        false => None,
+    let is_mapped = stream && routing.ways.iter().any(|way| way.is_mapped());
+    let mapped = is_mapped.then(|| checkpoint.storage()).transpose()?.map(|files| (Arc::new(files), routing));
+    let (thread, pid) = (Mutex::new(run(driver, fence)?), std::process::id());
+    Ok(Load { mapped, checkpoint, wants, layout, shared, thread, nbytes, timeline, pid })
+}
+
+/// The most staging memory that the load takes. The report says so if that is less than the options allow.
+fn staging(request: &Request, plan: &mut Planned, among: Option<&Among>) -> u64 {
+    let besides = || match (&request.memory, request.device) {
+        (Memory::Into { tensors, .. }, Where::Cpu) => room::without_pages(tensors),
+        (Memory::Ours, Where::Cpu) => {
+            let all = arena(&plan.layout, &plan.schedule.stretches, &plan.routing).0;
+            all.min(if request.stream { request.options.window } else { u64::MAX })
+        }
+        _ => 0,
     };
-    let thread = if here {
-        driver.run();
-        None
-    } else {
-        Some(spawn(driver)?)
+    let slabs = room::SlabDemand {
+        limit: request.options.staging,
+        wanted: room::wanted(&plan.schedule.extents),
+        there: Ring::process().staging().mapped,
+        half: matches!(request.device, Where::Gpu(_)),
+        ranks: among.map_or(1, Among::on_this_machine),
     };
-    Ok(Load {
-        mapped,
-        checkpoint,
-        wants,
-        layout,
-        shared,
-        thread: Mutex::new(thread),
-        nbytes,
-        timeline,
-        pid: std::process::id(),
-    })
+    let (staging, less) = room::limit(&slabs, besides, machine::memory_before_a_kill);
+    plan.report.fallbacks.extend(less);
+    staging
+}
+
+/// The source of all files and of what other ranks send, and how much these send.
+fn source(
+    files: &Storage,
+    asked: &SourceRequest,
+    decorate: Option<Decorate<'_>>,
+    among: Option<&Among>,
+    schedule: &Schedule,
+) -> Result<(Dispatcher, Option<Received>)> {
+    let mut source = files.source(asked)?;
+    if let Some(decorate) = decorate {
+        let decorated = decorate(Box::new(source), files.first())?;
+        source = Dispatcher::new(Vec::new());
+        source.add(Some(0), LaneSource { lanes: Vec::new(), source: decorated })?;
+    }
+    let (ranks, received) = among.map(|among| among.source(schedule)).unzip();
+    ranks.map_or(Ok(()), |ranks| source.add(None, ranks))?;
+    let lanes = schedule.extents.iter().map(|e| (e.file, e.lane));
+    source.check(lanes).map_err(|(file, e)| e.at(files.path(file)))?;
+    Ok((source, received))
+}
+
+/// The bounds of the engine, where so many slabs are registered in a load to a GPU.
+fn bounds(routing: &Routing, options: &Options, stream: bool, received: Option<Received>, slabs: u64) -> Bounds {
+    // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
+    let window = (stream && !routing.here).then_some(options.window);
+    // Parcels to be sent hold at most half of the slabs that a load to a GPU registers, so received bytes find one.
+    let sent = received.filter(|received| received.in_slabs).map(|_| (slabs / 2).max(1) as usize);
+    let requests = routing.requests.saturating_add(received.map_or(0, |received| received.parcels));
+    Bounds { depth: routing.depth, requests, window, sent, stall: nanos(options.stall_timeout) }
+}
+
+/// The load's place in the ring of slabs. The device may register some of them.
+fn ring(device: Option<&mut Box<dyn Device>>, schedule: &Schedule, slab: u64, staging: u64) -> Result<Share> {
+    let mut ring = Ring::process().join(slab, staging)?;
+    if let Some(device) = device {
+        // A parcel holds its slab until other ranks have taken it.
+        let bytes = |e: &Extent| if e.shared.is_some() { slab } else { e.len };
+        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(bytes).sum());
+    }
+    Ok(ring)
 }
 
 /// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.
@@ -339,29 +300,37 @@ fn plan(
     patiently(files, work, stall, go_on)
 }
 
-/// The same, with the blocks in memory of this process, if there are such. A file that the kernel refuses to map is planned
-/// anew, as one that is read: under `ulimit -v` or without overcommit a large file may have no room among the addresses,
-/// and some file systems map nothing.
+/// The same, with the files, and the blocks in memory of this process, if there are such. Tests may change both. A file that
+/// the kernel refuses to map is planned anew, as one that is read: under `ulimit -v` or without overcommit a large file may
+/// have no room among the addresses, and some file systems map nothing.
 fn planned_and_mapped(
     mut request: Request,
-    files: &Arc<Storage>,
+    _stand_ins: &StandIns<'_>,
     among: Option<&Among>,
     mut go_on: impl FnMut() -> bool,
-) -> Result<(Request, Planned, Vec<Block>)> {
+) -> Result<(Request, Arc<Storage>, Planned, Vec<Block>)> {
+    let hosts = among.map_or(&[][..], |among| &among.hosts);
+    let files = Arc::new(request.checkpoint.storage()?.among(hosts));
+    #[cfg(any(test, feature = "testing"))]
+    (0..).zip(_stand_ins.storage).try_for_each(|(file, storage)| files.first().pretend_storage(file, *storage))?;
     let mut fallbacks = Vec::new();
     loop {
-        let (asked, mut plan) = plan(request, files, among, &mut go_on)?;
-        if !matches!((asked.device, &asked.memory), (Where::Cpu, Memory::Ours)) {
-            return Ok((asked, plan, Vec::new()));
-        }
+        let (asked, mut plan) = plan(request, &files, among, &mut go_on)?;
         let (layout, stretches, routing) = (&plan.layout, &plan.schedule.stretches[..], &plan.routing);
-        if !asked.stream {
+        let ours = matches!((asked.device, &asked.memory), (Where::Cpu, Memory::Ours));
+        if ours && !asked.stream {
             check_room(layout, stretches, routing)?;
         }
-        match our_blocks(layout, stretches, files, routing)? {
+        match if ours { our_blocks(layout, stretches, &files, routing)? } else { Ok(Vec::new()) } {
             Ok(blocks) => {
                 plan.report.fallbacks.append(&mut fallbacks);
-                return Ok((asked, plan, blocks));
+                #[cfg(any(test, feature = "testing"))]
+                if _stand_ins.late {
+                    plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
+                }
+                // A rank that wants nothing waits for the others: not on the caller's thread.
+                plan.routing.here &= among.is_none();
+                return Ok((asked, files, plan, blocks));
             }
             Err(refusal) if asked.options.io == Io::Mapped || !routing.ways.iter().any(|way| way.is_mapped()) => {
                 return Err(refusal);
@@ -380,12 +349,12 @@ fn planned_and_mapped(
 /// The device that copies slabs to their blocks; `None` if everything lands in place.
 fn device(
     at: Where,
-    needs_slabs: bool,
+    schedule: &Schedule,
     options: &Options,
     timeline: Option<&Arc<Timeline>>,
 ) -> Result<Option<Box<dyn Device>>> {
     Ok(match at {
-        Where::Cpu if needs_slabs => {
+        Where::Cpu if schedule.extents.iter().any(|e| e.landing == Landing::Slab) => {
             let workers = match options.threads {
                 0 => machine::cores().min(MOST_WORKERS),
                 threads => threads as usize,
@@ -398,14 +367,18 @@ fn device(
         }
         Where::Cpu => None,
         Where::Gpu(ordinal) => {
-            let device = GpuDevice::new(&Api::load()?, ordinal)?.pinning_with(options.pinning_threads);
-            Some(Box::new(device))
+            Some(Box::new(GpuDevice::new(&Api::load()?, ordinal)?.pinning_with(options.pinning_threads)))
         }
     })
 }
 
-fn spawn(driver: Driver) -> Result<JoinHandle<()>> {
+/// Runs the load: here if it only maps resident pages, otherwise on a thread of its own.
+fn run(driver: Driver, fence: Option<Fence>) -> Result<Option<JoinHandle<()>>> {
+    if driver.cache.routing.here {
+        driver.run(fence);
+        return Ok(None);
+    }
     // EAGAIN alone says little: the cause is RLIMIT_NPROC or the pids limit of the cgroup.
     let refused = |e| Error::new(ErrorKind::Limit, format!("cannot start the engine thread: {e}"));
-    Builder::new().name("penstock-engine".into()).spawn(move || driver.run()).map_err(refused)
+    Builder::new().name("penstock-engine".into()).spawn(move || driver.run(fence)).map(Some).map_err(refused)
 }

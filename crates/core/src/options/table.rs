@@ -102,6 +102,15 @@ macro_rules! option_table {
                 /// wanted pages
                 gap { Option<u64> = None, help: "read up to so many unwanted bytes between two wanted ranges" }
 
+                /// whether the load times some pages as it gets them. Where they are slow, the rest comes in small
+                /// pages, and cold mapped pages are touched. None (the default): private memory only in a virtual
+                /// machine. True: on every machine. False: never; pages are huge, and none is touched.
+                ///
+                /// whether some pages are timed. Where they are slow, the rest comes in small pages, and cold mapped
+                /// pages are [touched](#cpu-memory). `None`: private memory only in a virtual machine. `True`: on every
+                /// machine. `False`: never; pages are huge, none is touched, and `first_touch_seconds` is None
+                page_timing { Option<bool> = None, help: "false: never time pages, take huge ones, and touch none" }
+
                 /// the number of threads, 1 (the default) to 16, that register staging memory with a GPU's driver in
                 /// the first load to it. More than one has not been measured on hardware.
                 ///

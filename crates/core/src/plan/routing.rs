@@ -160,8 +160,8 @@ pub(crate) fn route(survey: &Survey, into: Goal, options: &Options, machine: &Ma
         }
         depth => (depth as usize, depth as usize, depth as usize),
     };
-    let stall = options.stall_timeout;
-    Routing { ways, cold: what, reason, here, threads, depth, requests, buffered_depth, gap: None, stall }
+    let (page_timing, stall) = (options.page_timing, options.stall_timeout);
+    Routing { ways, cold: what, reason, here, threads, depth, requests, buffered_depth, gap: None, page_timing, stall }
 }
 
 /// Whether this io reads past the page cache, whatever the page cache holds.

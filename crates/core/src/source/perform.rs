@@ -54,7 +54,7 @@ impl Performer {
             files,
             no_uncached: AtomicBool::new(false),
             no_populate: AtomicBool::new(false),
-            touch: Touch::new(),
+            touch: Touch::new(routing.page_timing),
             fill: Fill::new(routing.clone()),
             fallbacks: Mutex::default(),
             left: Mutex::default(),
@@ -443,7 +443,8 @@ mod tests {
         let evicted = unsafe { libc::posix_fadvise(file.as_file().as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
         assert_eq!(evicted, 0);
         let files = Arc::new(Files::from_paths(&[file.path()]).unwrap());
-        let performer = Performer { touch: Touch::worth(Duration::ZERO), ..Performer::new(files, &Arc::default()) };
+        let performer =
+            Performer { touch: Touch::worth(Duration::ZERO, None), ..Performer::new(files, &Arc::default()) };
         let mapping = Arc::new(Mapping::new(file.as_file(), bytes.len() as u64).unwrap());
         let mut tools = Tools::default();
         for offset in (0..bytes.len() as u64).step_by(EACH as usize) {

@@ -21,8 +21,9 @@
 //! small pages.
 //!
 //! The constants are from one virtual machine with two cores. `benches/mapped.py` on bare metal and on virtual machines of
-//! other hosts can remove this controller: if first touches take less than 3 us there, only that host needs it. It has no
-//! switch of its own; `copy=True` has nothing to touch.
+//! other hosts can remove this controller: if first touches take less than 3 us there, only that host needs it.
+//! `page_timing=False` switches it off: mapped files come in huge pages, and populated pages are not touched. A fill of
+//! the page cache (`store/fill_steps.rs`) belongs to no load: it times its pages whatever the option says.
 //!
 //! All are touched in the order of their addresses. With the timed ones spread over the 2 MiB, 2.9 GB took 5.2 s of
 //! processor time where every page in order took 1.6 s (medians in rotation, on a machine whose cores were busy).
@@ -102,6 +103,7 @@ pub(super) struct Touch {
     worth: Duration,
     /// This process: asked once, since each question is a system call.
     process: libc::pid_t,
+    /// By the kernel, or by `page_timing`: no page is touched any more.
     refused: AtomicBool,
     page_size: Mutex<PageSize>,
     pages: AtomicU64,
@@ -172,16 +174,17 @@ pub(super) enum Untouched {
 }
 
 impl Touch {
-    pub(super) fn new() -> Touch {
-        Touch::worth(SLOW_TOUCH)
+    /// With this `page_timing` of the options.
+    pub(super) fn new(page_timing: Option<bool>) -> Touch {
+        Touch::worth(SLOW_TOUCH, page_timing)
     }
 
     /// Touches all pages of those 2 MiB where a first touch takes at least so long.
-    pub(super) fn worth(worth: Duration) -> Touch {
+    pub(super) fn worth(worth: Duration, page_timing: Option<bool>) -> Touch {
         // SAFETY: it only asks.
         let process = unsafe { libc::getpid() };
-        let refused = AtomicBool::new(false);
-        let page_size = Mutex::new(PageSize::at_first(is_virtual_machine()));
+        let refused = AtomicBool::new(page_timing == Some(false));
+        let page_size = Mutex::new(PageSize::at_first(page_timing.unwrap_or_else(is_virtual_machine)));
         Touch { worth, process, refused, page_size, pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
     }
 
@@ -243,7 +246,11 @@ impl Touch {
         let bytes = left.iter().map(|left| left.len as u64).sum();
         Touches {
             left: bytes,
-            left_seconds: if bytes == 0 { Some(0.0) } else { cost(self.process, left, bytes) },
+            left_seconds: match bytes {
+                0 => Some(0.0),
+                _ if self.refused.load(Ordering::Relaxed) => None,
+                _ => cost(self.process, left, bytes),
+            },
             pages: self.pages.swap(0, Ordering::Relaxed),
             calls: self.calls.swap(0, Ordering::Relaxed),
         }
@@ -373,7 +380,7 @@ mod tests {
     }
 
     fn touched(worth: Duration, pages: Range<usize>) -> Result<Touches, Untouched> {
-        let touch = Touch::worth(worth);
+        let touch = Touch::worth(worth, None);
         touch.populated(pages, true, &mut Vec::new()).map(|()| touch.take(&[]))
     }
 
@@ -403,7 +410,7 @@ mod tests {
         for closed in [0, 1, TOUCH_SAMPLE - 1, TOUCH_SAMPLE, TOUCH_SAMPLE + 1, 300] {
             let (_memory, pages) = memory(HUGE_PAGE as usize / page);
             let _closed = Closed::new(pages.start + closed * page);
-            let touch = Touch::worth(Duration::ZERO);
+            let touch = Touch::worth(Duration::ZERO, None);
             assert!(matches!(touch.populated(pages, true, &mut Vec::new()), Err(Untouched::Lost(_))));
             // The call that meets the page that cannot be had is not counted, and all before it are of lower addresses.
             let before = if closed < TOUCH_SAMPLE { 0 } else { TOUCH_SAMPLE as u64 };
@@ -452,6 +459,21 @@ mod tests {
         let chunks = pages.len().div_ceil(HUGE_PAGE as usize) as u64;
         assert!(found.pages <= chunks * 2 * TOUCH_SAMPLE as u64, "{found:?}");
         assert_eq!(found.calls, chunks);
+    }
+
+    #[test]
+    fn without_page_timing_no_page_is_touched_and_all_are_huge() {
+        let (memory, pages) = memory(PAGES);
+        let touch = Touch::worth(Duration::ZERO, Some(false));
+        touch.populated(pages.clone(), true, &mut Vec::new()).unwrap();
+        assert!((0..2 * PROBES).all(|_| !touch.wants_small_pages(HUGE_PAGE)));
+        let mapping: Arc<dyn Any + Send + Sync> = Arc::new(memory);
+        let left = Left { at: pages.start, len: pages.len(), mapping: Arc::downgrade(&mapping) };
+        assert_eq!(touch.take(&[left]), Touches { left: pages.len() as u64, ..Touches::default() });
+        // With it, all machines are probed as virtual ones are.
+        let touch = Touch::worth(Duration::ZERO, Some(true));
+        let small: Vec<bool> = (0..=PROBES).map(|_| touch.wants_small_pages(HUGE_PAGE)).collect();
+        assert_eq!(small, (0..=PROBES).map(|n| n == PROBES).collect::<Vec<_>>());
     }
 
     /// Takes the right to read one page away, and gives it back in the end.
@@ -506,12 +528,12 @@ mod tests {
         let memory: Arc<dyn Any + Send + Sync> = Arc::new(memory);
         let left = |at: usize, len: usize| Left { at, len, mapping: Arc::downgrade(&memory) };
         let halves = [left(pages.start + 5, 300_000), left(pages.start + 300_005, pages.len() - 300_005)];
-        let found = Touch::new().take(&halves);
+        let found = Touch::new(None).take(&halves);
         assert_eq!(found.left, pages.len() as u64 - 5);
         // All of these pages are in use: a second touch takes as long.
         assert!(found.left_seconds.unwrap() < 0.1, "{found:?}");
-        assert_eq!(Touch::new().take(&[]).left_seconds, Some(0.0));
+        assert_eq!(Touch::new(None).take(&[]).left_seconds, Some(0.0));
         drop(memory);
-        assert_eq!(Touch::new().take(&halves).left_seconds, None, "the mapping is gone");
+        assert_eq!(Touch::new(None).take(&halves).left_seconds, None, "the mapping is gone");
     }
 }
