@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{io, ptr};
 
 /// Keeps memory alive.
@@ -290,6 +290,10 @@ impl Mapping {
     /// # Errors
     /// `OutOfMemory`: no addresses are left. `Io`: a page cannot be read (the file was truncated). Earlier steps stay done.
     pub(crate) fn make_private(&self, span: Range<u64>, mut done: impl FnMut(Range<u64>)) -> Result<bool> {
+        /// Looks for what a program has written, at most, until one ends at once. On a busy machine another thread may take
+        /// the processor during a look, and write.
+        const LOOKS: usize = 8;
+        const AT_ONCE: Duration = Duration::from_millis(4);
         let page = page_size();
         let span = span.start / page * page..span.end.next_multiple_of(page);
         let mut reserved = Reserved::new(&span)?;
@@ -300,13 +304,20 @@ impl Mapping {
             let step = at..((at / HUGE_PAGE + 1) * HUGE_PAGE).min(span.end);
             let len = (step.end - step.start) as usize;
             copy_own(step.start, reserved.at(), len)?;
-            if may_be_written(pages.as_ref(), &step) {
-                again.resize(len, 0u8);
-                copy_own(step.start, again.as_mut_ptr(), len)?;
-                // SAFETY: `len` bytes of new memory that nobody else knows.
-                if unsafe { std::slice::from_raw_parts(reserved.at(), len) } != again {
-                    undisturbed = false;
-                    copy_own(step.start, reserved.at(), len)?;
+            for _ in 0..LOOKS {
+                let begun = Instant::now();
+                if may_be_written(pages.as_ref(), &step) {
+                    again.resize(len, 0u8);
+                    copy_own(step.start, again.as_mut_ptr(), len)?;
+                    // SAFETY: `len` bytes of new memory that nobody else knows.
+                    if unsafe { std::slice::from_raw_parts(reserved.at(), len) } != again {
+                        undisturbed = false;
+                        copy_own(step.start, reserved.at(), len)?;
+                        break;
+                    }
+                }
+                if begun.elapsed() < AT_ONCE {
+                    break;
                 }
             }
             reserved.exchange(&step)?;
