@@ -1,7 +1,7 @@
 //! Addresses of the web: what a request needs of them.
 
+use super::escaping::escaped_target;
 use crate::error::{Error, ErrorKind, Result};
-use std::fmt::Write;
 use std::net::IpAddr;
 
 /// A server: connections to it can be used again for any object that it has.
@@ -108,7 +108,7 @@ impl Address {
         if url::Url::parse(&server.origin()).is_err() {
             return Err(invalid("its host is neither a name nor an address"));
         }
-        Ok(Address { server, target: escaped(&format!("{slash}{target}")) })
+        Ok(Address { server, target: escaped_target(&format!("{slash}{target}")) })
     }
 
     /// Where a server says that it is now.
@@ -150,7 +150,7 @@ impl Address {
                 _ => format!("{}{to}", &path[..=path.rfind('/').unwrap_or(0)]),
             };
             let target = target.split('#').next().unwrap_or_default();
-            Address { server: self.server.clone(), target: escaped(target) }
+            Address { server: self.server.clone(), target: escaped_target(target) }
         };
         if self.server.tls && !found.server.tls {
             return Err(invalid("it redirects from https to http"));
@@ -166,20 +166,6 @@ pub(in crate::store::remote) enum MovedTo {
     Address(String),
     /// At this host, under the same path (`<Endpoint>` of S3).
     Host(String),
-}
-
-/// A target with `%XX` for forbidden characters (controls, spaces, quotes, other letters than ASCII's).
-fn escaped(target: &str) -> String {
-    let mut text = String::with_capacity(target.len());
-    for b in target.bytes() {
-        match b {
-            b'!' | b'#'..=b';' | b'=' | b'?'..=b'[' | b']' | b'_' | b'a'..=b'z' | b'~' => text.push(b as char),
-            _ => {
-                let _ = write!(text, "%{b:02X}");
-            }
-        }
-    }
-    text
 }
 
 impl std::fmt::Debug for Address {

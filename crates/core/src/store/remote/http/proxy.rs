@@ -4,6 +4,7 @@
 //! for by the proxy itself.
 
 use super::address::{Address, Server};
+use super::escaping::percent_decoded;
 use super::tunnel::Tunnel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::environment::Environment;
@@ -142,7 +143,7 @@ impl Proxy {
         }
         let authorization = user.map(|user| {
             let (name, password) = user.split_once(':').unwrap_or((user, ""));
-            let both = [decoded(name), b":".to_vec(), decoded(password)].concat();
+            let both = [percent_decoded(name), b":".to_vec(), percent_decoded(password)].concat();
             Secret::new(format!("Basic {}", BASE64_STANDARD.encode(both)))
         });
         Ok(Proxy { server: address.server, authorization })
@@ -236,21 +237,6 @@ impl Via {
             _ => request,
         }
     }
-}
-
-/// The bytes that `%XX` stands for.
-fn decoded(text: &str) -> Vec<u8> {
-    let (text, mut bytes, mut at) = (text.as_bytes(), Vec::new(), 0);
-    while let Some(&byte) = text.get(at) {
-        let digit = |at: usize| text.get(at).and_then(|b| char::from(*b).to_digit(16));
-        let (decoded, length) = match (byte, digit(at + 1), digit(at + 2)) {
-            (b'%', Some(high), Some(low)) => ((high << 4 | low) as u8, 3),
-            _ => (byte, 1),
-        };
-        bytes.push(decoded);
-        at += length;
-    }
-    bytes
 }
 
 #[cfg(test)]
