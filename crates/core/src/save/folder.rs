@@ -2,7 +2,7 @@
 
 use super::output::parent;
 use super::plan::{INDEX_SUFFIX, SUFFIX};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -38,7 +38,7 @@ impl Folder {
                 }
                 Ok(found) if !found.is_dir() && missing == path => {
                     let text = "it is a file: give a directory, or save to one file";
-                    return Err(Error::new(ErrorKind::Invalid, text).at(path));
+                    return Err(Error::invalid(text).at(path));
                 }
                 _ => break,
             }
@@ -127,6 +127,7 @@ pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn only_files_of_the_same_name_belong_to_an_earlier_save() {

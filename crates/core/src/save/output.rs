@@ -11,7 +11,7 @@
 //! file is empty. See [`in_place`].
 
 use super::in_place::{self, InPlace, RefusedCall};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use crate::options::PAGE;
 use crate::store::{file_system, mount_of};
@@ -136,7 +136,7 @@ impl Output {
     }
 
     fn allocate(&self, size: u64) -> Result<()> {
-        let size = i64::try_from(size).map_err(|_| Error::new(ErrorKind::Invalid, "too large for a file"))?;
+        let size = i64::try_from(size).map_err(|_| Error::invalid("too large for a file"))?;
         if size == 0 {
             return Ok(());
         }
@@ -273,7 +273,7 @@ impl Drop for Output {
 /// name of any other link is free: the new file replaces the link, and the target of the link stays. The target may be
 /// a blob of the Hub cache, which other revisions share and whose name is the hash of its content.
 fn check_name(path: &Path) -> Result<()> {
-    let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));
+    let refused = |why: &str| Err(Error::invalid(format!("cannot write to it: {why}")).at(path));
     // What is wrong with a name would show only after all bytes are written.
     match fs::symlink_metadata(path) {
         Err(e) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => {

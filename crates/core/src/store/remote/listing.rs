@@ -235,11 +235,11 @@ pub(super) fn parts(at: &str) -> Result<(&str, &str)> {
     if bucket.is_empty() || !bucket.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
         let text =
             "the name of the bucket or container is empty, or has characters other than a-z, digits, '-', '.' and '_'";
-        return Err(Error::new(ErrorKind::Invalid, text));
+        return Err(Error::invalid(text));
     }
     // Servers, and what signs, take these for steps in a path.
     if key.split('/').any(|part| part == "." || part == "..") {
-        return Err(Error::new(ErrorKind::Invalid, "keys with '.' or '..' between slashes are not supported"));
+        return Err(Error::invalid("keys with '.' or '..' between slashes are not supported"));
     }
     Ok((bucket, key))
 }

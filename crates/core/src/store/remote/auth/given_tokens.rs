@@ -53,8 +53,7 @@ impl WithGivenToken {
     fn made(&self, at: &str, token: &str, generation: u64) -> Result<Get> {
         let address = Address::parse(at)?;
         if !self.common.keeps_secrets(&address.server) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
+            return Err(Error::invalid(
                 "the address is http://, and a token would be readable on the way: give an https:// one",
             ));
         }

@@ -3,7 +3,7 @@
 
 use super::credentials::USABLE;
 use super::giver::{Giver, CALLABLE};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::control::Control;
 use crate::store::remote::http::escaping::escaped;
@@ -69,7 +69,7 @@ impl<S: TokenSource> TokenProvider<S> {
         let (token, seconds) = self.source.fetch(common, self.has_given())?;
         if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
             let text = "it is empty, or has spaces or control characters";
-            return Err(NoToken::Refused(Error::new(ErrorKind::Invalid, text)));
+            return Err(NoToken::Refused(Error::invalid(text)));
         }
         let valid = Duration::from_secs(seconds.min(LONGEST)).saturating_sub(MARGIN);
         self.token = Some((token.clone(), Instant::now() + valid));
@@ -158,7 +158,7 @@ pub(in crate::store::remote) fn asked(
     body: HttpRequestBody,
     once: bool,
 ) -> Result<(String, u64), NoToken> {
-    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "its settings do not make a valid request"));
+    let no_server = |_| NoToken::Refused(Error::invalid("its settings do not make a valid request"));
     let request = request.body(body).map_err(no_server)?;
     let mut tries = TRIES;
     let (status, body) = loop {
@@ -179,7 +179,7 @@ pub(in crate::store::remote) fn asked(
             let said = [error, error_description].into_iter().flatten().collect::<Vec<_>>().join(": ");
             let said: String = said.chars().filter(|c| !c.is_control()).take(160).collect();
             let text = format!("the token server answers {status} {said}");
-            Err(NoToken::Refused(Error::new(ErrorKind::Permission, text.trim_end())))
+            Err(NoToken::Refused(Error::permission(text.trim_end())))
         }
     }
 }

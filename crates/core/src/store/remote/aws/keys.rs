@@ -131,8 +131,8 @@ impl Aws {
                 let why = e.full_message();
                 let e = match (service.is_machine(), e.kind()) {
                     (true, _) => self.none(),
-                    (false, ErrorKind::Invalid) => invalid("no credentials"),
-                    (false, _) => denied(String::from("no credentials")),
+                    (false, ErrorKind::Invalid) => Error::invalid("no credentials"),
+                    (false, _) => Error::permission("no credentials"),
                 };
                 Err(e.reworded(|what| format!("{what}; {origin}: {why}")))
             }
@@ -140,7 +140,7 @@ impl Aws {
     }
 
     fn none(&self) -> Error {
-        denied(
+        Error::permission(
             "no credentials for S3 were found: neither in storage=, nor in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, nor \
              in AWS's configuration files, nor from a service of this machine. For a public bucket give \
              storage={\"anonymous\": True}"
@@ -166,13 +166,13 @@ impl Aws {
                 }
                 (None, _) => return Ok(None),
                 (Some(_), None) => {
-                    return Err(invalid(
+                    return Err(Error::invalid(
                         "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not: they belong together",
                     ))
                 }
             },
             _ => {
-                return Err(invalid(
+                return Err(Error::invalid(
                     "storage=: access_key_id and secret_access_key belong together, and one of them is missing",
                 ))
             }
@@ -222,7 +222,7 @@ impl Aws {
             let text =
                 "AWS_WEB_IDENTITY_TOKEN_FILE is set, or web_identity_token_file of the profile, and no role: set \
                         AWS_ROLE_ARN, or role_arn of the profile";
-            return Err(invalid(text));
+            return Err(Error::invalid(text));
         };
         let session = of("AWS_ROLE_SESSION_NAME", "role_session_name").unwrap_or_else(|| "penstock".to_owned());
         let sts = place.sts(&self.environment, files)?;
@@ -298,7 +298,7 @@ fn of_profile(values: &Values, origin: &str) -> Result<Option<FoundCredential>> 
     let of = |key| value(values, key).map(str::to_owned);
     let Some(key_id) = of("aws_access_key_id") else { return Ok(None) };
     let Some(secret_key) = of("aws_secret_access_key") else {
-        return Err(invalid(&format!(
+        return Err(Error::invalid(format!(
             "{origin} has aws_access_key_id, and no aws_secret_access_key: they belong together"
         )));
     };
@@ -312,7 +312,7 @@ fn from_giver(giver: &mut Giver, fades: bool) -> Result<FoundCredential> {
     let given = giver.credentials()?;
     let (Some(key_id), Some(secret)) = (given.access_key_id, given.secret_access_key) else {
         let text = format!("{} gave no access_key_id and secret_access_key, which S3 needs", giver.origin);
-        return Err(invalid(&text));
+        return Err(Error::invalid(text));
     };
     let token = given.session_token.map(|token| token.shown().to_owned());
     let key = checked(Arc::new(AwsCredential { key_id, secret_key: secret.shown().to_owned(), token }), &giver.origin)?;
@@ -323,17 +323,9 @@ fn from_giver(giver: &mut Giver, fades: bool) -> Result<FoundCredential> {
 fn checked(credential: Arc<AwsCredential>, origin: &str) -> Result<Arc<AwsCredential>> {
     let fits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_graphic());
     if !fits(&credential.key_id) || !credential.token.as_deref().is_none_or(fits) || credential.secret_key.is_empty() {
-        return Err(invalid(&format!(
+        return Err(Error::invalid(format!(
             "the access key or the session token from {origin} is empty, or has spaces or control characters"
         )));
     }
     Ok(credential)
-}
-
-fn denied(text: String) -> Error {
-    Error::new(ErrorKind::Permission, text)
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }

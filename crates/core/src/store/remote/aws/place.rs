@@ -151,7 +151,7 @@ impl Profiles {
         match self.origin {
             Some(origin) if !self.found.is_there => {
                 let (name, looked) = (&self.name, self.files.paths.join(" or "));
-                Err(invalid(format!("there is no AWS profile {name:?} in {looked} ({origin} names it)")))
+                Err(Error::invalid(format!("there is no AWS profile {name:?} in {looked} ({origin} names it)")))
             }
             _ => Ok(&self.found),
         }
@@ -178,7 +178,7 @@ fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles)
     if !is_region(region) {
         let text =
             format!("{origin}: the region is empty, or has characters other than a-z, digits, '-': such as us-east-1");
-        return Err(invalid(text));
+        return Err(Error::invalid(text));
     }
     Ok((region.to_owned(), is_fips))
 }
@@ -211,8 +211,11 @@ fn endpoint_of(
     }
     let profile = files.profile()?;
     if let Some(section) = profile.get("services") {
-        let none =
-            || invalid(format!("the AWS profile {name:?} names the section [services {section}], which there is not"));
+        let none = || {
+            Error::invalid(format!(
+                "the AWS profile {name:?} names the section [services {section}], which there is not"
+            ))
+        };
         let values = files.files.services(section).ok_or_else(none)?;
         if let Some(text) = values.get(service).and_then(|text| nested(text, "endpoint_url")) {
             return parsed(service, text, &format!("endpoint_url in [services {section}]")).map(Some);
@@ -228,10 +231,6 @@ fn parsed(service: &str, text: &str, origin: &str) -> Result<(Address, String)> 
         e.reworded(|why| format!("the endpoint for {service} ({origin}): {why}; give https://host or http://host:port"))
     })?;
     Ok((address, origin.to_owned()))
-}
-
-fn invalid(text: String) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]

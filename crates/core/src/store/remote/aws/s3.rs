@@ -81,7 +81,7 @@ impl S3 {
     fn made(&self, at: &str, with: &AwsKey, generation: u64) -> Result<Get> {
         let (bucket, key) = bucket_and_key(at)?;
         if key.is_empty() {
-            return Err(invalid("it names a bucket, and no object in it"));
+            return Err(Error::invalid("it names a bucket, and no object in it"));
         }
         let region = self.region(bucket, with);
         let Address { server, target } = self.place(bucket, &region, with)?;
@@ -233,7 +233,7 @@ impl Requests for S3 {
 
 /// The fields that sign a request for this address.
 fn signature(address: &Address, credential: &AwsCredential, region: &str, payer: bool) -> Result<String> {
-    let failed = || Error::new(ErrorKind::Invalid, "no request can be signed for this address");
+    let failed = || Error::invalid("no request can be signed for this address");
     let Server { tls, .. } = address.server;
     let scheme = if tls { "https" } else { "http" };
     let uri = format!("{scheme}://{}{}", address.server.authority(), address.target);
@@ -305,10 +305,6 @@ fn fits_into_hosts(bucket: &str, tls: bool) -> bool {
         && bucket.bytes().all(fits)
         && bucket.split('.').all(label)
         && !bucket.starts_with("xn--")
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]

@@ -110,7 +110,7 @@ pub(super) fn relative(path: &str) -> Result<Address> {
     if path.contains("://") {
         let text =
             "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI is a whole address: set AWS_CONTAINER_CREDENTIALS_FULL_URI instead";
-        return Err(invalid(text));
+        return Err(Error::invalid(text));
     }
     Address::parse(&format!("{CONTAINERS}/{}", path.trim_start_matches('/')))
 }
@@ -125,12 +125,12 @@ pub(super) fn full(uri: &str) -> Result<Address> {
     }
     let text = "without TLS it may only name this machine, or 169.254.170.2, 169.254.170.23 or [fd00:ec2::23], because a token \
                 would be readable on the way: give an https:// address";
-    Err(invalid(&wrong(text)))
+    Err(Error::invalid(wrong(text)))
 }
 
 /// Asks, several times if there is no answer, or one that may be another the next time. Other answers than 200 are errors.
 fn asked(control: &Control, tries: u32, request: Builder, body: String) -> Result<Vec<u8>> {
-    let no_request = |_| invalid("its settings do not make a valid request");
+    let no_request = |_| Error::invalid("its settings do not make a valid request");
     let request: Request<HttpRequestBody> = request.body(body.into()).map_err(no_request)?;
     let mut left = tries;
     loop {
@@ -141,7 +141,7 @@ fn asked(control: &Control, tries: u32, request: Builder, body: String) -> Resul
             Err(e) if left > 0 && e.kind() == ErrorKind::Io => {}
             Ok((status, body)) => {
                 let answer = Answer::of(status, &[], &body);
-                return Err(denied(format!("it answered {}", answer.shown())).answered(status, None));
+                return Err(Error::permission(format!("it answered {}", answer.shown())).answered(status, None));
             }
             Err(e) => return Err(e),
         }
@@ -156,7 +156,7 @@ fn uri(at: &Address, path: &str) -> String {
 fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &StsPlace) -> Result<Issued> {
     let StsPlace { address: sts, origin } = sts;
     if !common.keeps_secrets(&sts.server) {
-        return Err(invalid(&format!(
+        return Err(Error::invalid(format!(
             "the endpoint for STS ({origin}) is http://, and the token of the web identity would be readable on the way: give an \
              https:// address; AWS_ENDPOINT_URL_STS names that of STS alone"
         )));
@@ -195,7 +195,7 @@ fn container(common: &Arc<Common>, at: &Address, token: Option<&ContainerToken>)
         let token = token.trim();
         if token.is_empty() || !token.bytes().all(|b| (b' '..=b'~').contains(&b)) {
             let text = format!("the token of {variable} is empty, or has characters that are not visible ASCII");
-            return Err(invalid(&text));
+            return Err(Error::invalid(text));
         }
         request = request.header("authorization", token);
     }
@@ -221,34 +221,26 @@ fn machine(common: &Arc<Common>, at: &Address) -> Result<Issued> {
     let roles = String::from_utf8_lossy(&roles);
     let role = roles.lines().next().unwrap_or_default().trim();
     if role.is_empty() {
-        return Err(denied("this machine has no role".to_owned()));
+        return Err(Error::permission("this machine has no role"));
     }
     answered(&get(&crate::store::remote::http::escaping::escaped(role))?)
 }
 
 fn answered(body: &[u8]) -> Result<Issued> {
     let Ok(Answered { access_key_id, secret_access_key, token, expiration }) = serde_json::from_slice(body) else {
-        return Err(denied("its answer is not understood".to_owned()));
+        return Err(Error::permission("its answer is not understood"));
     };
     made(access_key_id, secret_access_key, token, expiration)
 }
 
 fn made(id: Option<String>, secret: Option<String>, token: Option<String>, expires: Option<String>) -> Result<Issued> {
     let (Some(key_id), Some(secret_key)) = (id, secret) else {
-        return Err(denied("its answer has no AccessKeyId and SecretAccessKey".to_owned()));
+        return Err(Error::permission("its answer has no AccessKeyId and SecretAccessKey"));
     };
     let expires = expires.as_deref().and_then(|text| DateTime::parse_from_rfc3339(text).ok());
     let token = token.filter(|token| !token.is_empty());
     let credential = AwsCredential { key_id, secret_key, token };
     Ok(Issued { credential, expires: expires.map(|when| when.with_timezone(&Utc)) })
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
-}
-
-fn denied(text: String) -> Error {
-    Error::new(ErrorKind::Permission, text)
 }
 
 #[cfg(test)]

@@ -108,7 +108,7 @@ impl Requests for AzureBlob {
 fn made(at: &str, key: &AzureKey, generation: u64) -> Result<Get> {
     let (container, name) = parts(at)?;
     if name.is_empty() {
-        return Err(invalid("it names a container, and no blob in it"));
+        return Err(Error::invalid("it names a container, and no blob in it"));
     }
     let AzureKey { credential, endpoint: Address { server, target } } = key;
     let mut target = format!("{}/{container}/{}", target.trim_end_matches('/'), escaped(name));
@@ -178,10 +178,6 @@ fn page(ask: &Ask<'_, AzureKey>) -> Result<Get> {
         fields += &format!("Authorization: Bearer {token}\r\n");
     }
     Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]

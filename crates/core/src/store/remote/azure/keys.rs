@@ -93,7 +93,7 @@ impl Finder for Azure {
             return found(endpoint, Credential::None, "anonymous=True", false);
         }
         if !common.keeps_secrets(&endpoint.server) {
-            return Err(invalid(
+            return Err(Error::invalid(
                 "the endpoint for Azure is http://, and the credential would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
             ));
@@ -109,7 +109,7 @@ impl Finder for Azure {
         }
         if let Some((key, origin)) = &account.key {
             let name = account.name.clone().ok_or_else(|| {
-                invalid(
+                Error::invalid(
                     "an account key signs with the name of its account, and none is given: account_name in storage=, \
                      AZURE_STORAGE_ACCOUNT, or AccountName in AZURE_STORAGE_CONNECTION_STRING",
                 )
@@ -131,7 +131,7 @@ impl Finder for Azure {
                 let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
                 let why = e.full_message();
                 let text = format!("{NOTHING} ({}: {why}). {PUBLIC}", given.origin);
-                Err(Error::new(ErrorKind::Permission, text))
+                Err(Error::permission(text))
             }
             Err(no) => Err(given.failed(no)),
         }
@@ -157,14 +157,16 @@ impl Azure {
                 let host = of("AZURE_AUTHORITY_HOST").unwrap_or_else(|| "login.microsoftonline.com".into());
                 let scheme = if host.contains("://") { "" } else { "https://" };
                 if !tenant.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
-                    return Err(invalid("AZURE_TENANT_ID has characters other than a-z, digits, '-', '.' and '_'"));
+                    return Err(Error::invalid(
+                        "AZURE_TENANT_ID has characters other than a-z, digits, '-', '.' and '_'",
+                    ));
                 }
                 let at = format!("{scheme}{}/{tenant}/oauth2/v2.0/token", host.trim_end_matches('/'));
                 match Address::parse(&at) {
                     Ok(address) if common.keeps_secrets(&address.server) => {
                         Ok(format!("{}{}", address.server.origin(), address.target))
                     }
-                    _ => Err(invalid("AZURE_AUTHORITY_HOST is no https:// address")),
+                    _ => Err(Error::invalid("AZURE_AUTHORITY_HOST is no https:// address")),
                 }
             };
             if let Some(secret) = of("AZURE_CLIENT_SECRET") {
@@ -184,7 +186,7 @@ impl Azure {
         if let (Some(at), Some(secret)) = (of("IDENTITY_ENDPOINT"), of("IDENTITY_HEADER")) {
             let (at, origin) = (asked_at("IDENTITY_ENDPOINT", &at)?, "the managed identity of this service".to_owned());
             if !secret.bytes().all(|b| (b' '..=b'~').contains(&b)) {
-                return Err(invalid("IDENTITY_HEADER has characters that are not visible ASCII"));
+                return Err(Error::invalid("IDENTITY_HEADER has characters that are not visible ASCII"));
             }
             return Ok(TokenProvider::new(AzureIdentity::Service(at, secret, program), origin));
         }
@@ -241,7 +243,7 @@ fn key_of(text: &str, origin: &str) -> Result<Vec<u8>> {
     let read = base64::prelude::BASE64_STANDARD.decode(text.trim());
     read.ok()
         .filter(|key| !key.is_empty())
-        .ok_or_else(|| invalid(&format!("the account key from {origin} is no base64")))
+        .ok_or_else(|| Error::invalid(format!("the account key from {origin} is no base64")))
 }
 
 /// The names and values of a shared access signature.
@@ -250,11 +252,7 @@ fn pairs_of(text: &str, origin: &str) -> Result<Vec<(String, String)>> {
     let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic() || b == b' ');
     if !pairs.iter().any(|(name, _)| name == "sig") || !pairs.iter().all(|(k, v)| plain(k) && plain(v)) {
         let text = format!("what {origin} has is no shared access signature: it is a query, with sv=, se= and sig=");
-        return Err(invalid(&text));
+        return Err(Error::invalid(text));
     }
     Ok(pairs)
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }

@@ -32,7 +32,7 @@ impl Gcs {
     fn endpoint(&self, token: Option<&str>) -> Result<Address> {
         let endpoint = self.credentials.finder().endpoint()?;
         if token.is_some() && !self.credentials.common.keeps_secrets(&endpoint.server) {
-            return Err(invalid(
+            return Err(Error::invalid(
                 "the endpoint for Google Cloud Storage is http://, and a token would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
             ));
@@ -43,7 +43,7 @@ impl Gcs {
     fn made(&self, at: &str, token: Option<&str>, generation: u64) -> Result<Get> {
         let (bucket, key) = parts(at)?;
         if key.is_empty() {
-            return Err(invalid("it names a bucket, and no object in it"));
+            return Err(Error::invalid("it names a bucket, and no object in it"));
         }
         let Address { server, target } = self.endpoint(token)?;
         let target = format!("{}/{bucket}/{}", target.trim_end_matches('/'), escaped(key));
@@ -115,10 +115,6 @@ impl Requests for Gcs {
         };
         list(at, names, |refusal| self.explained(refusal))
     }
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]

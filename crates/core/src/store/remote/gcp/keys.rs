@@ -163,7 +163,7 @@ impl Google {
         let host = host.strip_prefix("http://").unwrap_or(host).trim_end_matches('/');
         let parsed = Address::parse(&format!("http://{host}"));
         if !parsed.as_ref().is_ok_and(|address| address.target == "/") {
-            return Err(invalid(format!("{variable}: this is not a host: give host or host:port")));
+            return Err(Error::invalid(format!("{variable}: this is not a host: give host or host:port")));
         }
         let origin = "the service account of this machine".to_owned();
         Ok(Some(TokenProvider::new(GoogleSource::Machine(host.to_owned()), origin)))
@@ -172,7 +172,7 @@ impl Google {
 
 fn from_file(text: String, origin: String) -> Result<TokenProvider<GoogleSource>> {
     // What is wrong with it is not shown: it would quote the file.
-    let wrong = || invalid(format!("{origin} is not a credentials file of Google"));
+    let wrong = || Error::invalid(format!("{origin} is not a credentials file of Google"));
     let FileType { name } = serde_json::from_str(&text).map_err(|_| wrong())?;
     let source = match name.as_str() {
         "service_account" => GoogleSource::ServiceAccount(text),
@@ -209,7 +209,7 @@ impl User {
         let User { client_id, client_secret, refresh_token, token_uri } = self;
         let at = token_uri.as_deref().unwrap_or(TOKENS);
         if !Address::parse(at).is_ok_and(|address| common.keeps_secrets(&address.server)) {
-            return Err(NoToken::Refused(invalid("its token_uri is no https:// address".into())));
+            return Err(NoToken::Refused(Error::invalid("its token_uri is no https:// address")));
         }
         let fields = [
             ("grant_type", "refresh_token"),
@@ -223,15 +223,11 @@ impl User {
 
 /// A token that the key of a service account signs.
 fn signed(common: &Arc<Common>, text: &str) -> Result<String> {
-    let wrong = |_| invalid("it is no key of a service account".into());
+    let wrong = |_| Error::invalid("it is no key of a service account");
     let builder = GoogleCloudStorageBuilder::new()
         .with_bucket_name("none")
         .with_service_account_key(text)
         .with_http_connector(Control::new(common, PATIENCE));
     let credentials = builder.build().map_err(wrong)?.credentials().clone();
     Ok(block_on(credentials.get_credential())?.map_err(wrong)?.bearer.clone())
-}
-
-fn invalid(text: String) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }

@@ -1,7 +1,7 @@
 //! Addresses of the web: what a request needs of them.
 
 use super::escaping::escaped_target;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::net::IpAddr;
 
 /// A server: connections to it can be used again for any object that it has.
@@ -65,7 +65,7 @@ fn default_port(tls: bool) -> u16 {
 }
 
 fn invalid(why: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("this is not a valid address: {why}"))
+    Error::invalid(format!("this is not a valid address: {why}"))
 }
 
 impl Address {
@@ -178,6 +178,7 @@ impl std::fmt::Debug for Address {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn an_address_is_a_server_and_a_target() {

@@ -317,7 +317,7 @@ impl Answer {
             },
             401 | 403 => {
                 let text = format!("the server refuses access ({named})");
-                self.refused(Error::new(ErrorKind::Permission, text), true)
+                self.refused(Error::permission(text), true)
             }
             404 | 410 if seen => {
                 self.refused(changed(format!("the server has no such object any more ({named})")), false)
@@ -329,7 +329,7 @@ impl Answer {
             400 | 409 => match &self.said {
                 Some(said) if said.is_of_access() => {
                     let text = format!("the server refuses access ({named})");
-                    self.refused(Error::new(ErrorKind::Permission, text), true)
+                    self.refused(Error::permission(text), true)
                 }
                 _ => self.refused(io(format!("the server answered {named}")), false),
             },

@@ -2,7 +2,7 @@
 
 use super::address::{Address, Server};
 use super::proxy::Proxies;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::given::CredentialSource;
 use crate::store::remote::secret::Secret;
 use std::path::PathBuf;
@@ -22,13 +22,12 @@ impl Bearer {
     /// # Errors
     /// `Invalid` for an address that has more than that, and for a token that no request can carry.
     pub fn new(server: &str, token: Secret) -> Result<Bearer> {
-        let invalid = |text: &str| Error::new(ErrorKind::Invalid, text);
         let address = Address::parse(server)?;
         if address.target != "/" {
-            return Err(invalid("a token is for a server: give its address without a path"));
+            return Err(Error::invalid("a token is for a server: give its address without a path"));
         }
         if token.shown().is_empty() || !token.shown().bytes().all(|b| b.is_ascii_graphic()) {
-            return Err(invalid("the token is empty, or has characters that are not visible ASCII"));
+            return Err(Error::invalid("the token is empty, or has characters that are not visible ASCII"));
         }
         Ok(Bearer { server: address.server, token })
     }

@@ -46,7 +46,7 @@ impl Tls {
     ) -> Result<(Arc<ClientConfig>, ServerName<'static>)> {
         let config = self.config(settings)?;
         let name = ServerName::try_from(host.to_owned());
-        let name = name.map_err(|e| Error::new(ErrorKind::Invalid, format!("the host has no valid name: {e}")))?;
+        let name = name.map_err(|e| Error::invalid(format!("the host has no valid name: {e}")))?;
         if !settings.tls_verify {
             let (seen, news) = &mut *lock(&UNCHECKED);
             if seen.insert(host.to_owned()) {

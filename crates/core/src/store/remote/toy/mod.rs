@@ -26,7 +26,7 @@ impl Finder for ToyKeys {
     type Provider = ();
 
     fn find(&self, _common: &Arc<Common>, _provider: &mut Option<()>) -> Result<FoundKey<String>> {
-        let none = || Error::new(ErrorKind::Permission, "there is no key: set TOY_KEY");
+        let none = || Error::permission("there is no key: set TOY_KEY");
         let key = self.0.get("TOY_KEY").ok_or_else(none)?.to_owned();
         Ok(FoundKey { key, origin: "TOY_KEY".into(), fades: false, renewable: false })
     }

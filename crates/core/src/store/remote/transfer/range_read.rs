@@ -314,7 +314,7 @@ mod tests {
         let address = |text: &str| Address::parse(text).unwrap();
         let site = Site::new(PathBuf::new(), first.into(), Arc::new(Unsigned));
         let refusal = || {
-            let (error, code, message) = (Error::new(ErrorKind::Permission, "no"), String::new(), String::new());
+            let (error, code, message) = (Error::permission("no"), String::new(), String::new());
             Refused { error, access: true, region: None, code, message }
         };
         let asked = |site: &Site| site.request(None).unwrap().unwrap();
