@@ -1,7 +1,6 @@
 //! Tokens that a server gives for other credentials, or the program: asked for when they are needed, and again before they
 //! expire.
 
-use super::credentials::USABLE;
 use super::giver::{Giver, CALLABLE};
 use crate::error::{Error, Result};
 use crate::store::remote::http::common::Common;
@@ -94,14 +93,6 @@ impl<S> TokenGiver<S> {
     pub(in crate::store::remote) fn program(common: &Common) -> Option<TokenGiver<S>> {
         let source = common.settings.credentials.clone()?;
         Some(TokenGiver::Program(Giver::new(source, CALLABLE)))
-    }
-
-    /// How long what it gave last may be used.
-    pub(in crate::store::remote) fn left(&self) -> Duration {
-        match self {
-            TokenGiver::Program(giver) => giver.left().unwrap_or(USABLE),
-            TokenGiver::Server(_) => USABLE,
-        }
     }
 }
 

@@ -15,7 +15,6 @@ use crate::store::remote::http::common::Common;
 use object_store::aws::AwsCredential;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 pub(in crate::store::remote) const VARIABLES: [&str; 30] = [
     "AWS_ACCESS_KEY_ID",
@@ -84,17 +83,10 @@ impl Finder for Aws {
         let place = S3Place::of(&self.settings, &self.environment, &files)?;
         if self.settings.anonymous {
             let key = AwsKey { credential: None, place };
-            return Ok(FoundKey { key, origin: String::new(), fades: false, renewable: false });
+            return Ok(FoundKey { key, origin: String::new(), usable: None, renewable: false });
         }
-        let FoundKey { key, origin, fades, renewable } = self.credential(common, &files, &place, provider)?;
-        Ok(FoundKey { key: AwsKey { credential: Some(key), place }, origin, fades, renewable })
-    }
-
-    fn left(&self, provider: &Option<Provider>) -> Duration {
-        match provider {
-            Some(Provider::Giver(giver)) => giver.left().unwrap_or(USABLE),
-            _ => USABLE,
-        }
+        let FoundKey { key, origin, usable, renewable } = self.credential(common, &files, &place, provider)?;
+        Ok(FoundKey { key: AwsKey { credential: Some(key), place }, origin, usable, renewable })
     }
 }
 
@@ -126,7 +118,10 @@ impl Aws {
         };
         let origin = service.origin.clone();
         match service.credential(common) {
-            Ok(credential) => Ok(FoundKey { key: checked(credential, &origin)?, origin, fades: true, renewable: true }),
+            Ok(credential) => {
+                let key = checked(credential, &origin)?;
+                Ok(FoundKey { key, origin, usable: Some(USABLE), renewable: true })
+            }
             Err(e) => {
                 let why = e.full_message();
                 let e = match (service.is_machine(), e.kind()) {
@@ -178,7 +173,7 @@ impl Aws {
             }
         };
         let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
-        Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: false }))
+        Ok(Some(FoundKey { key, origin: origin.to_owned(), usable: None, renewable: false }))
     }
 
     /// Credentials from profile and environment, in the order of the tools of AWS.
@@ -304,7 +299,7 @@ fn of_profile(values: &Values, origin: &str) -> Result<Option<FoundCredential>> 
     };
     let token = of("aws_security_token").or_else(|| of("aws_session_token"));
     let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), origin)?;
-    Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: true }))
+    Ok(Some(FoundKey { key, origin: origin.to_owned(), usable: None, renewable: true }))
 }
 
 /// `fades`: it may give others before anybody knows that those are no longer valid.
@@ -316,7 +311,12 @@ fn from_giver(giver: &mut Giver, fades: bool) -> Result<FoundCredential> {
     };
     let token = given.session_token.map(|token| token.shown().to_owned());
     let key = checked(Arc::new(AwsCredential { key_id, secret_key: secret.shown().to_owned(), token }), &giver.origin)?;
-    Ok(FoundKey { key, origin: giver.origin.clone(), fades: fades || giver.left().is_some(), renewable: true })
+    Ok(FoundKey {
+        key,
+        origin: giver.origin.clone(),
+        usable: giver.left().or(fades.then_some(USABLE)),
+        renewable: true,
+    })
 }
 
 /// The credential, if requests can carry it.

@@ -15,7 +15,7 @@ use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::request::{Get, Listed, Requests};
-use crate::store::remote::listing::{list, listed, parts, s3_query, Ask};
+use crate::store::remote::listing::{list, parts, s3_query, Ask};
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use object_store::aws::{AwsAuthorizer, AwsCredential};
@@ -151,20 +151,6 @@ impl S3 {
             lock(&self.regions).insert(bucket.to_owned(), region.to_owned());
         }
     }
-
-    fn renewed(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
-        let Ok((bucket, _)) = bucket_and_key(at) else { return false };
-        if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
-            let mut regions = lock(&self.regions);
-            let Some(session) = self.credentials.known() else { return true };
-            if regions.get(bucket).unwrap_or(&session.found.key.place.region) != region {
-                regions.insert(bucket.to_owned(), region.to_owned());
-                self.credentials.generation.fetch_add(1, Ordering::AcqRel);
-                return true;
-            }
-        }
-        self.credentials.renewed(generation, refusal)
-    }
 }
 
 impl Requests for S3 {
@@ -191,43 +177,37 @@ impl Requests for S3 {
         parts(at).into_iter().for_each(|(bucket, _)| self.learn(bucket, region));
     }
 
-    fn renew(&self, at: &str, asked: &Get, refusal: &Refused) -> bool {
-        self.renewed(at, asked.generation, refusal)
+    fn renew(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
+        let Ok((bucket, _)) = bucket_and_key(at) else { return false };
+        if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
+            let mut regions = lock(&self.regions);
+            let Some(session) = self.credentials.known() else { return true };
+            if regions.get(bucket).unwrap_or(&session.found.key.place.region) != region {
+                regions.insert(bucket.to_owned(), region.to_owned());
+                self.credentials.generation.fetch_add(1, Ordering::AcqRel);
+                return true;
+            }
+        }
+        self.credentials.renewed(generation, refusal)
     }
 
     fn explained(&self, refusal: Refused) -> Error {
-        if refusal.error.kind() != ErrorKind::Permission {
-            return refusal.error;
-        }
-        let with = match self.credentials.latest() {
-            Some(session) if session.found.key.credential.is_none() => "the request was not signed".to_owned(),
-            Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "there are no credentials yet".to_owned(),
-        };
-        let hint = refusal.hint(&[
-            ("AccessDenied", "S3 also answers AccessDenied for a missing object if you may not list the bucket"),
-            ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
-            ("SignatureDoesNotMatch", "is the secret access key right?"),
-            ("RequestTimeTooSkewed", "is the clock of this machine right?"),
-            ("Expired", "they are no longer valid: get new ones"),
-        ]);
-        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
-        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
+        self.credentials.explained(
+            refusal,
+            |found| found.key.credential.is_none().then(|| "the request was not signed".to_owned()),
+            &[
+                ("AccessDenied", "S3 also answers AccessDenied for a missing object if you may not list the bucket"),
+                ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
+                ("SignatureDoesNotMatch", "is the secret access key right?"),
+                ("RequestTimeTooSkewed", "is the clock of this machine right?"),
+                ("Expired", "they are no longer valid: get new ones"),
+            ],
+        )
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
-        let text = at.to_string();
-        bucket_and_key(&text).map_err(|e| e.at(at))?;
-        let names = |bucket: &str, prefix: &str| {
-            listed(
-                &self.credentials,
-                bucket,
-                prefix,
-                |ask| self.page(ask),
-                |generation, refusal| self.renewed(&text, generation, refusal),
-            )
-        };
-        list(at, names, |refusal| self.explained(refusal))
+        bucket_and_key(&at.to_string()).map_err(|e| e.at(at))?;
+        list(self, &self.credentials, at, |ask| self.page(ask))
     }
 }
 
@@ -361,15 +341,18 @@ mod tests {
         );
         assert_eq!(s3.request("s3://b/k", None).unwrap().unwrap().fields, first.fields);
         let moved = |region: &str| refused(false, Some(region));
-        assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
+        assert!(s3.renew("s3://b/k", first.generation, &moved("r-2")));
         // Requests that were on their way meanwhile, and then one that the server sends back to where it came from.
-        assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
+        assert!(s3.renew("s3://b/k", first.generation, &moved("r-2")));
         let second = s3.request("s3://b/k", None).unwrap().unwrap();
         assert!(second.fields.contains("/r-2/s3/") && second.generation > first.generation);
-        assert!(!s3.renew("s3://b/k", &second, &moved("r-2")) && !s3.renew("s3://b/k", &second, &moved("r 3")));
+        assert!(
+            !s3.renew("s3://b/k", second.generation, &moved("r-2"))
+                && !s3.renew("s3://b/k", second.generation, &moved("r 3"))
+        );
         // Keys that were given are not renewed.
         let refusal = refused(true, None);
-        assert!(!s3.renew("s3://b/k", &second, &refusal));
+        assert!(!s3.renew("s3://b/k", second.generation, &refusal));
     }
 
     fn refused(access: bool, region: Option<&str>) -> Refused {
@@ -403,7 +386,7 @@ mod tests {
         // The place says which region it is: from then on that one counts.
         let refusal = refused(false, Some("r-9"));
         let there = moved("https://node-7.example.com:8443/b/k");
-        assert!(s3.renew("s3://b/k", &there, &refusal));
+        assert!(s3.renew("s3://b/k", there.generation, &refusal));
         assert!(moved("https://node-7.example.com:8443/b/k").fields.contains("/r-9/s3/"));
         let anonymous = store(S3Settings { anonymous: true, ..S3Settings::default() }, &[("AWS_REGION", "r")]);
         assert!(anonymous.request("s3://b/k", None).unwrap().is_ok());

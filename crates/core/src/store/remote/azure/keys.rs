@@ -86,11 +86,12 @@ impl Finder for Azure {
     ) -> Result<FoundKey<AzureKey>> {
         let account = Account::of(&self.settings, &self.environment)?;
         let endpoint = account.address()?;
-        let found = |endpoint, credential, origin: &str, fades| {
-            Ok(FoundKey { key: AzureKey { credential, endpoint }, origin: origin.to_owned(), fades, renewable: fades })
+        let found = |endpoint, credential, origin: &str, usable: Option<Duration>| {
+            let (key, renewable) = (AzureKey { credential, endpoint }, usable.is_some());
+            Ok(FoundKey { key, origin: origin.to_owned(), usable, renewable })
         };
         if self.settings.anonymous {
-            return found(endpoint, Credential::None, "anonymous=True", false);
+            return found(endpoint, Credential::None, "anonymous=True", None);
         }
         if !common.keeps_secrets(&endpoint.server) {
             return Err(Error::invalid(
@@ -103,9 +104,8 @@ impl Finder for Azure {
         }
         if let Some(TokenGiver::Program(giver)) = provider {
             let token = giver.token()?;
-            let (origin, fades) = (giver.origin.clone(), giver.left().is_some());
             let key = AzureKey { credential: Credential::Token(token), endpoint };
-            return Ok(FoundKey { key, origin, fades, renewable: true });
+            return Ok(FoundKey { key, origin: giver.origin.clone(), usable: giver.left(), renewable: true });
         }
         if let Some((key, origin)) = &account.key {
             let name = account.name.clone().ok_or_else(|| {
@@ -114,10 +114,10 @@ impl Finder for Azure {
                      AZURE_STORAGE_ACCOUNT, or AccountName in AZURE_STORAGE_CONNECTION_STRING",
                 )
             })?;
-            return found(endpoint, Credential::Key(name, key_of(key, origin)?), origin, false);
+            return found(endpoint, Credential::Key(name, key_of(key, origin)?), origin, None);
         }
         if let Some((text, origin)) = &account.signature {
-            return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, false);
+            return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, None);
         }
         if provider.is_none() {
             *provider = Some(TokenGiver::Server(self.identity(common)?));
@@ -126,7 +126,7 @@ impl Finder for Azure {
             return Err(Error::new(ErrorKind::Internal, "nothing gives tokens; please report this"));
         };
         match given.token(common) {
-            Ok(token) => found(endpoint, Credential::Token(token), &given.origin, true),
+            Ok(token) => found(endpoint, Credential::Token(token), &given.origin, Some(USABLE)),
             Err(no) if matches!(given.source, AzureIdentity::Machine(..)) && !given.has_given() => {
                 let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
                 let why = e.full_message();
@@ -135,10 +135,6 @@ impl Finder for Azure {
             }
             Err(no) => Err(given.failed(no)),
         }
-    }
-
-    fn left(&self, provider: &Option<TokenGiver<AzureIdentity>>) -> Duration {
-        provider.as_ref().map_or(USABLE, TokenGiver::left)
     }
 }
 

@@ -15,7 +15,6 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 const TOKENS: &str = "https://oauth2.googleapis.com/token";
 
@@ -28,13 +27,6 @@ pub(in crate::store::remote) const VARIABLES: [&str; 7] = [
     "GCE_METADATA_IP",
     "NO_GCE_CHECK",
 ];
-
-/// The credential of requests.
-#[derive(PartialEq)]
-pub(in crate::store::remote) struct GoogleKey {
-    /// `None`: nothing.
-    pub(in crate::store::remote) token: Option<String>,
-}
 
 /// The settings of one store, and the environment that completes them.
 #[derive(Debug)]
@@ -69,17 +61,17 @@ pub(in crate::store::remote) struct User {
 }
 
 impl Finder for Google {
-    type Key = GoogleKey;
+    /// The token that requests carry, if they carry one.
+    type Key = Option<String>;
     type Provider = TokenGiver<GoogleSource>;
 
     fn find(
         &self,
         common: &Arc<Common>,
         provider: &mut Option<TokenGiver<GoogleSource>>,
-    ) -> Result<FoundKey<GoogleKey>> {
-        let without = |why: &str, renewable| {
-            Ok(FoundKey { key: GoogleKey { token: None }, origin: why.to_owned(), fades: false, renewable })
-        };
+    ) -> Result<FoundKey<Option<String>>> {
+        let without =
+            |why: &str, renewable| Ok(FoundKey { key: None, origin: why.to_owned(), usable: None, renewable });
         if self.settings.anonymous {
             return without("anonymous=True", false);
         }
@@ -92,29 +84,25 @@ impl Finder for Google {
                 program => program,
             };
         }
-        let found = |token: String, origin: &str, fades| {
-            Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin: origin.to_owned(), fades, renewable: true })
+        let found = |token: String, origin: &str, usable| {
+            Ok(FoundKey { key: Some(token), origin: origin.to_owned(), usable, renewable: true })
         };
         let given = match provider {
             None => return without(NOTHING, true),
             Some(TokenGiver::Program(giver)) => {
                 let token = giver.token()?;
-                return found(token, &giver.origin, giver.left().is_some());
+                return found(token, &giver.origin, giver.left());
             }
             Some(TokenGiver::Server(given)) => given,
         };
         match given.token(common) {
-            Ok(token) => found(token, &given.origin, true),
+            Ok(token) => found(token, &given.origin, Some(USABLE)),
             Err(NoToken::Silence(_)) if matches!(given.source, GoogleSource::Machine(_)) && !given.has_given() => {
                 *provider = None;
                 without(NOTHING, true)
             }
             Err(no) => Err(given.failed(no)),
         }
-    }
-
-    fn left(&self, provider: &Option<TokenGiver<GoogleSource>>) -> Duration {
-        provider.as_ref().map_or(USABLE, TokenGiver::left)
     }
 }
 

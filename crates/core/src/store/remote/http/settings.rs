@@ -13,7 +13,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bearer {
     pub(in crate::store::remote) server: Server,
-    token: Secret,
+    pub(in crate::store::remote) token: Secret,
 }
 
 impl Bearer {
@@ -30,11 +30,6 @@ impl Bearer {
             return Err(Error::invalid("the token is empty, or has characters that are not visible ASCII"));
         }
         Ok(Bearer { server: address.server, token })
-    }
-
-    /// The field that carries it.
-    pub(in crate::store::remote) fn field(&self) -> String {
-        format!("Authorization: Bearer {}\r\n", self.token.shown())
     }
 }
 

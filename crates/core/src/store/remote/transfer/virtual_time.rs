@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::extent::{Lane, Ticket};
 use crate::store::remote::http::answer::Expected;
 use crate::store::remote::http::common::Common;
-use crate::store::remote::http::request::Unsigned;
+use crate::store::remote::http::request::WebRequests;
 use crate::store::remote::http::settings::WebSettings;
 use crate::store::remote::http::wires::{Watched, WireEnd, Wires};
 use crate::store::version::Version;
@@ -343,7 +343,7 @@ fn load_with(model: Model, bytes: u64, slabs: usize, settings: WebSettings) -> O
     }));
     let common = Common { settings, ..Common::default() };
     let mut net = Net::new(VirtualWires(world.clone()), Arc::new(common), Arc::default());
-    let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(Unsigned)));
+    let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(WebRequests(None))));
     let version = Version::Strong("\"e\"".into());
     let (reads, most) = (bytes / READ, (connections * crate::store::remote::READS) as u64);
     let mut memory = vec![0u8; READ as usize];
