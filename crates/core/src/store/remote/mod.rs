@@ -51,7 +51,6 @@ pub(super) use self::provider::Provider;
 pub use self::secret::Secret;
 pub use self::settings::{StorageSetting, StorageSettings, STORAGE_SETTINGS};
 use self::source::{Remote, WebSource};
-use self::transfer::counts::Counts;
 use self::transfer::net::Net;
 use self::transfer::range_read::{BodyPlaces, RangeRead, Site};
 use self::transfer::told::Told;
@@ -150,8 +149,8 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fe
         for event in told.drain(..) {
             // A server that says when to ask again has answered.
             answered(matches!(event, Told::Received(_)));
-            if let Told::Done { result, object, by_close, .. } = event {
-                let got = result? as usize;
+            if let Told::Done { done, object, by_close } = event {
+                let got = done.result? as usize;
                 bytes.truncate(got);
                 let none = || Error::new(ErrorKind::Internal, "an answer without a size; please report this");
                 let (size, version) = object.ok_or_else(none).map_err(located)?;
@@ -217,7 +216,7 @@ impl Store for Web {
 struct WebObjects {
     common: Arc<Common>,
     objects: Arc<Vec<Option<Remote>>>,
-    counts: Arc<Counts>,
+    counts: Arc<Mutex<Traffic>>,
 }
 
 impl WebObjects {
@@ -264,7 +263,7 @@ impl Objects for WebObjects {
     }
 
     fn traffic(&self) -> Option<Traffic> {
-        Some(self.counts.traffic())
+        Some(*lock(&self.counts))
     }
 
     fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {

@@ -4,7 +4,6 @@ use super::http::answer::{Expected, GAP};
 use super::http::common::Common;
 use super::http::settings::WebSettings;
 use super::http::sockets::Sockets;
-use super::transfer::counts::Counts;
 use super::transfer::net::Net;
 use super::transfer::range_read::{BodyPlaces, RangeRead, Site};
 use super::transfer::told::Told;
@@ -12,6 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, Ticket};
 use crate::machine::block_signals;
 use crate::source::{Destination, Done, Progress, Read, Source};
+use crate::store::object::Traffic;
 use crate::store::version::Version;
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
@@ -90,7 +90,7 @@ enum ToNet {
 unsafe impl Send for ToNet {}
 
 impl NetLane {
-    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>, gap: u64) -> Result<NetLane> {
+    fn new(common: Arc<Common>, counts: Arc<Mutex<Traffic>>, to_owner: Arc<Wake>, gap: u64) -> Result<NetLane> {
         let (state, to_thread) = (Mutex::new(Exchanged::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         net.gap = gap;
@@ -115,7 +115,7 @@ impl WebSource {
     pub(super) fn new(
         common: Arc<Common>,
         objects: Arc<Vec<Option<Remote>>>,
-        counts: Arc<Counts>,
+        counts: Arc<Mutex<Traffic>>,
         routing: &Routing,
     ) -> Result<WebSource> {
         let (depth, gap) = (routing.depth.max(routing.requests), routing.gap.unwrap_or(GAP).min(GAP));
@@ -236,7 +236,7 @@ impl Exchange {
         let late: Vec<ToNet> = {
             let mut state = lock(&self.state);
             let done = told.iter().filter_map(|event| match event {
-                Told::Done { ticket, .. } => Some(*ticket),
+                Told::Done { done, .. } => Some(done.ticket),
                 _ => None,
             });
             state.ended.extend(done);
@@ -251,9 +251,7 @@ impl Exchange {
         state.ended.clear();
         let cancelled = state.cancelled;
         let events = told.drain(..).filter_map(|event| match event {
-            Told::Done { ticket, lane, result, written, .. } => {
-                Some(Progress::Done(Done { ticket, result, lane, written }))
-            }
+            Told::Done { done, .. } => Some(Progress::Done(done)),
             _ if cancelled => None,
             Told::Arrived(ticket) => Some(Progress::Arrived(ticket)),
             Told::Received(ticket) => Some(Progress::Received(ticket)),

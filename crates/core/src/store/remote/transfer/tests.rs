@@ -194,7 +194,10 @@ fn a_body_that_begins_again_each_time_is_not_asked_for_without_end() {
         now.set(now.get() + Duration::from_secs(3600));
         net.waiting.resume(now.get());
     }
-    assert!(matches!(told[..], [Told::Done { result: Err(_), .. }]), "it is still asked for");
+    assert!(
+        matches!(told[..], [Told::Done { done: crate::source::Done { result: Err(_), .. }, .. }]),
+        "it is still asked for"
+    );
 }
 
 #[test]
