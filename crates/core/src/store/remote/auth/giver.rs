@@ -4,7 +4,8 @@ use crate::error::{Error, Result};
 use crate::store::remote::given::{CredentialSource, GivenCredentials};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Credentials are replaced so long before they expire, or in the middle of their time if that is short.
+/// Credentials are replaced so long before they expire, or in the middle of their time if that is short. It is longer than
+/// they may be used without being asked for again (`credentials`).
 pub(in crate::store::remote) const MARGIN: Duration = Duration::from_secs(300);
 /// The name of a callable in messages.
 pub(in crate::store::remote) const CALLABLE: &str = "the callable in storage credentials";

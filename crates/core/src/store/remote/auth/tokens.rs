@@ -1,13 +1,13 @@
 //! Tokens that a server gives for other credentials, or the program: asked for when they are needed, and again before they
 //! expire.
 
-use super::giver::{Giver, CALLABLE};
+use super::giver::{Giver, CALLABLE, MARGIN};
 use crate::error::{Error, Result};
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::control::Control;
 use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::jitter::Jitter;
-use object_store::client::HttpRequestBody;
+use object_store::client::{HttpRequest, HttpRequestBody};
 use serde::Deserialize;
 use serde_json::Value;
 use std::fmt;
@@ -19,10 +19,8 @@ pub(in crate::store::remote) const QUICK: Duration = Duration::from_secs(2);
 pub(in crate::store::remote) const METADATA: &str = "169.254.169.254";
 pub(in crate::store::remote) const PATIENCE: Duration = Duration::from_secs(20);
 /// How often a server that gives tokens is asked, and the pause before it is asked again.
-const TRIES: u32 = 3;
+pub(in crate::store::remote) const TRIES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(200);
-/// A token is replaced so long before it expires: longer than it may be used without being asked for again (`credentials`).
-const MARGIN: Duration = Duration::from_secs(300);
 /// For how many seconds a token is valid that does not say it.
 pub(in crate::store::remote) const USUAL: u64 = 3600;
 /// For no more seconds any is taken to be.
@@ -142,6 +140,24 @@ pub(in crate::store::remote) fn posted(
     asked(&Control::new(common, PATIENCE), request, form(fields).into(), false)
 }
 
+/// Asks so many times at most, with pauses: again if the server is busy or broken, or if `again` says so of an error.
+pub(in crate::store::remote) fn ask_again(
+    control: &Control,
+    request: &HttpRequest,
+    tries: u32,
+    again: impl Fn(&Error) -> bool,
+) -> Result<(u16, Vec<u8>)> {
+    for _ in 1..tries {
+        match control.ask(request) {
+            Ok((status, _)) if status >= 500 || status == 429 => {}
+            Err(e) if again(&e) => {}
+            answer => return answer,
+        }
+        std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2));
+    }
+    control.ask(request)
+}
+
 /// A token, and for how many seconds it is valid. Servers that do not answer are asked once or several times.
 pub(in crate::store::remote) fn asked(
     control: &Control,
@@ -151,17 +167,7 @@ pub(in crate::store::remote) fn asked(
 ) -> Result<(String, u64), NoToken> {
     let no_server = |_| NoToken::Refused(Error::invalid("its settings do not make a valid request"));
     let request = request.body(body).map_err(no_server)?;
-    let mut tries = TRIES;
-    let (status, body) = loop {
-        tries -= 1;
-        match control.ask(&request) {
-            Ok((status, _)) if tries > 0 && (status >= 500 || status == 429) => {
-                std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2))
-            }
-            Err(_) if tries > 0 && !once => std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2)),
-            answer => break answer.map_err(NoToken::Silence)?,
-        }
-    };
+    let (status, body) = ask_again(control, &request, TRIES, |_| !once).map_err(NoToken::Silence)?;
     let answer: TokenAnswer = serde_json::from_slice(&body).unwrap_or_default();
     let seconds = answer.seconds();
     match answer {

@@ -3,7 +3,7 @@
 
 use super::files::{value, Values};
 use super::place::{Profiles, S3Place};
-use super::services::{full, relative, AwsService, ContainerToken, Service};
+use super::services::{full, relative, AwsService, Service, TOKEN_FILE};
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::auth::credentials::{Finder, FoundKey, USABLE};
@@ -41,7 +41,7 @@ pub(in crate::store::remote) const VARIABLES: [&str; 30] = [
     "AWS_ROLE_SESSION_NAME",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    TOKEN_FILE,
     "AWS_CONTAINER_AUTHORIZATION_TOKEN",
     "AWS_EC2_METADATA_DISABLED",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
@@ -239,9 +239,8 @@ impl Aws {
         } else {
             return Ok(None);
         };
-        let (by_file, by_text) = ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN");
-        let file = of(by_file).map(|file| ContainerToken::File(by_file, file));
-        let token = file.or_else(|| of(by_text).map(|token| ContainerToken::Text(by_text, token)));
+        let token = self.environment.named(&[TOKEN_FILE, "AWS_CONTAINER_AUTHORIZATION_TOKEN"]);
+        let token = token.map(|(variable, value)| (variable, value.to_owned()));
         Ok(Some(Looked::Provider(Provider::Service(Service::new(AwsService::Container(at, token), origin)))))
     }
 

@@ -239,29 +239,17 @@ fn bucket_and_key(at: &str) -> Result<(&str, &str)> {
         // arn:partition:service:region:account:accesspoint/name
         let service = bucket.split(':').nth(2).unwrap_or_default();
         let is_global = bucket.split(':').nth(3).is_some_and(str::is_empty);
-        return match service {
-            "s3-outposts" => {
-                refused("this is an ARN of S3 on Outposts, which is not supported", "give a bucket of a region")
-            }
-            "s3-object-lambda" => {
-                refused("this is an ARN of an S3 Object Lambda access point, which is not supported", "give its bucket")
-            }
-            "s3express" => refused(
-                "this is an ARN of S3 Express One Zone, which is not supported",
-                "give a general purpose bucket",
-            ),
+        let (what, instead) = match service {
+            "s3-outposts" => ("S3 on Outposts", "give a bucket of a region"),
+            "s3-object-lambda" => ("an S3 Object Lambda access point", "give its bucket"),
+            "s3express" => ("S3 Express One Zone", "give a general purpose bucket"),
             _ if !bucket.contains(":accesspoint") => {
-                refused("this is the ARN of a bucket", "give its name, which stands behind the last colon")
+                return refused("this is the ARN of a bucket", "give its name, which stands behind the last colon")
             }
-            _ if is_global => refused(
-                "this is an ARN of a multi-region access point, which is not supported",
-                "give a bucket of a region",
-            ),
-            _ => refused(
-                "this is an ARN of an access point, which is not supported",
-                "give the access point's alias (it ends with -s3alias), or its bucket",
-            ),
+            _ if is_global => ("a multi-region access point", "give a bucket of a region"),
+            _ => ("an access point", "give the access point's alias (it ends with -s3alias), or its bucket"),
         };
+        return refused(&format!("this is an ARN of {what}, which is not supported"), instead);
     }
     for (end, what, instead) in [
         ("--x-s3", "a directory bucket of S3 Express One Zone", "give a general purpose bucket"),

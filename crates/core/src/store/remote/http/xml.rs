@@ -104,7 +104,7 @@ fn local(name: &str) -> &str {
 }
 
 /// The text that is written so.
-pub(super) fn unescaped(text: &str) -> Cow<'_, str> {
+pub(in crate::store::remote) fn unescaped(text: &str) -> Cow<'_, str> {
     if !text.contains('&') {
         return Cow::Borrowed(text);
     }
