@@ -22,9 +22,9 @@ use crate::store::{patiently, CacheFill, DiskUse, Storage};
 use crate::sync::lock;
 use crate::threads::{guarded, of_panic, step};
 use crate::timeline::{Span, Timeline, Track};
+use crate::wake::wait_readable;
 use crate::way::{Chosen, Cold, Routing, Through};
 use std::collections::HashMap;
-use std::os::fd::RawFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -665,7 +665,7 @@ impl Driver {
         let fds = [self.shared.inbox.fd(), self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs];
         let before = Instant::now();
         let left = self.engine.deadline().map(|d| Duration::from_nanos(d.saturating_sub(clock.at(before))));
-        wait_readable(&fds, left);
+        wait_readable(fds, left);
         let now = Instant::now();
         self.tally.add(waits_for, self.engine.reads_in_flight(), self.engine.copies_in_flight(), now - before);
         if let (Some(record), Some(name)) = (&self.record, waits_for.name()) {
@@ -704,14 +704,4 @@ fn wait_for(fence: Fence, source: &mut dyn Source, device: Option<&mut Box<dyn D
 /// The ticket of an extent is its number.
 fn ticket(extent: u32) -> Ticket {
     Ticket(u64::from(extent))
-}
-
-/// Sleeps until one of `fds` is readable (negative ones are ignored) or `timeout` has passed.
-fn wait_readable(fds: &[RawFd], timeout: Option<Duration>) {
-    let mut polled: Vec<libc::pollfd> =
-        fds.iter().map(|&fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-    // Rounded up: a wait of 0.4 ms must not become a spin of zero-length waits.
-    let ms = timeout.map_or(-1, |t| i32::try_from(t.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
-    // SAFETY: the vector has as many entries as the count says. EINTR and errors end the wait early: the caller loops.
-    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, ms) };
 }

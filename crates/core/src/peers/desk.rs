@@ -47,6 +47,7 @@ pub(super) struct OnDesk {
 }
 
 /// How the load of this rank ended.
+#[derive(Clone)]
 pub(super) enum Over {
     Complete,
     /// The rank whose failure it is, and what happened.

@@ -171,10 +171,9 @@ struct Peer {
 /// A parcel on its way to one rank.
 struct Outgoing {
     ticket: Ticket,
-    header: Box<[u8; HEADER]>,
+    /// Where its first place is.
+    _header: Box<[u8; HEADER]>,
     places: Spans,
-    /// Its header's number of bytes was counted, and its first place is the header.
-    nbytes: u64,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -288,11 +287,7 @@ impl Serving {
         let (reads, landed) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.landed));
         let (sends, cancelled) = (std::mem::take(&mut state.sends), std::mem::take(&mut state.cancelled));
         let took = std::mem::take(&mut state.took);
-        let over = match &state.over {
-            Some(Over::Complete) => Some(Over::Complete),
-            Some(Over::Failed(culprit, text)) => Some(Over::Failed(*culprit, text.clone())),
-            None => None,
-        };
+        let over = state.over.clone();
         drop(state);
         for (step, nanoseconds) in took {
             let mut said = vec![step];
@@ -300,10 +295,7 @@ impl Serving {
             self.say_all(TOOK, &said);
         }
         for (parcel, mut read) in reads {
-            let places = match std::mem::replace(&mut read.into, Destination::OnArrival) {
-                Destination::OnArrival => None,
-                into => places(into, read.len),
-            };
+            let places = places(std::mem::replace(&mut read.into, Destination::OnArrival), read.len);
             self.parcel_of.insert(read.ticket, parcel);
             let left = read.len;
             self.awaited.insert(parcel, Awaited { read, places, left, arrived: false });
@@ -347,7 +339,7 @@ impl Serving {
             let rows = rows.map(move |(at, len)| (slab.wrapping_add((at - offset) as usize), len as usize));
             let places = Spans::new(std::iter::once(first).chain(rows));
             let (ticket, _keep) = (send.ticket, send.keep.clone());
-            self.peers[at].out.push_back(Outgoing { ticket, header, places, nbytes, _keep });
+            self.peers[at].out.push_back(Outgoing { ticket, _header: header, places, _keep });
             count += 1;
         }
         match count {
@@ -421,7 +413,7 @@ impl Serving {
                 ALIVE => {}
                 COMPLETE => heard.push(Heard::Complete),
                 FAILED => {
-                    let culprit = text.get(..4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                    let culprit = text.first_chunk().copied().map(u32::from_le_bytes);
                     let why = String::from_utf8_lossy(text.get(4..).unwrap_or_default()).into_owned();
                     heard.push(Heard::Failed(culprit, why));
                 }
@@ -549,7 +541,6 @@ impl Serving {
             match unsafe { first.places.send(peer.link.data.as_raw_fd()) } {
                 Ok(0) => {
                     let ticket = first.ticket;
-                    debug_assert_eq!(nbytes_in(&first.header), first.nbytes);
                     peer.out.pop_front();
                     if let Some(left) = self.sending.get_mut(&ticket) {
                         *left -= 1;
@@ -681,9 +672,7 @@ fn parcel_in(header: &[u8; HEADER]) -> u32 {
 }
 
 fn nbytes_in(header: &[u8; HEADER]) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&header[8..]);
-    u64::from_le_bytes(bytes)
+    header.last_chunk().copied().map_or(0, u64::from_le_bytes)
 }
 
 /// The first word of what was heard, if it is complete.

@@ -73,10 +73,8 @@ impl PeerKey {
 
     /// A code of these bytes, one after the other. `label` says what it is for: a code of one use is none of another.
     pub(super) fn code(&self, label: &str, of: &[&[u8]]) -> [u8; CODE] {
-        let mut context = hmac::Context::with_key(&self.0);
-        context.update(&together(label, of));
         let mut code = [0; CODE];
-        code.copy_from_slice(context.sign().as_ref());
+        code.copy_from_slice(hmac::sign(&self.0, &together(label, of)).as_ref());
         code
     }
 

@@ -57,7 +57,7 @@ impl Lookout {
     /// # Errors
     /// There can be no more threads.
     pub fn watch(&mut self, pulses: &[Reachable], silence: Duration) -> Result<()> {
-        let mut asked = Pulses::forgiving(pulses, &self.pass, silence, FOR_EACH * pulses.len() as u32);
+        let mut asked = Pulses::new(pulses, &self.pass, silence, Some(FOR_EACH * pulses.len() as u32));
         let others: Vec<u32> = (0..pulses.len() as u32).filter(|other| *other != self.pass.rank).collect();
         let shared = self.shared.clone();
         let thread = Builder::new().name("penstock-lookout".to_owned());

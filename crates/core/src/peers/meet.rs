@@ -7,9 +7,10 @@ use super::handshake::{Handshake, HandshakeStep, Purpose, Rejection};
 use super::key::Pass;
 use super::watch::peer_error;
 use crate::error::{Error, ErrorKind, Result};
+use crate::wake::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 /// The longest wait before a rank asks whether to go on.
@@ -98,7 +99,8 @@ impl Meeting<'_> {
             if Instant::now() >= until {
                 return Err(self.late(first, &awaited, patience, odd));
             }
-            wait(self.listener, &unknown);
+            let fds = unknown.iter().map(|one| one.stream.as_raw_fd()).chain([self.listener.as_raw_fd()]);
+            wait_readable(fds, Some(LOOK));
             lost = match look(&awaited) {
                 Ok(_) => None,
                 Err(error) => Some((error.peer().map(|peer| peer.0).ok_or_else(|| error.clone())?, error)),
@@ -326,15 +328,6 @@ fn asked(go_on: &mut impl FnMut() -> bool) -> Result<()> {
 fn ready(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_nonblocking(true)
-}
-
-/// Waits until somebody comes or speaks, 50 ms at most.
-fn wait(listener: &TcpListener, unknown: &[Unknown]) {
-    let fds = unknown.iter().map(|one| one.stream.as_raw_fd()).chain([listener.as_raw_fd()]);
-    let mut polled: Vec<libc::pollfd> =
-        fds.map(|fd: RawFd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-    // SAFETY: as many entries as the count says.
-    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, LOOK.as_millis() as i32) };
 }
 
 #[cfg(all(test, not(loom)))]

@@ -91,7 +91,7 @@ impl Seat {
     /// Watches the other ranks from now on: `pulses` are those of all. One that does not answer for `silence` was stopped.
     pub fn watch(&mut self, pulses: &[Reachable], silence: Duration) {
         self.silence = silence;
-        self.pulses = Some(Pulses::new(pulses, &self.pass, silence));
+        self.pulses = Some(Pulses::new(pulses, &self.pass, silence, None));
     }
 
     /// Whether these ranks, which this one waits for, are there. To be asked every 50 ms or so; asks nobody unless ranks are

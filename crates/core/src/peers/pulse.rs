@@ -14,7 +14,7 @@ use super::watch::peer_error;
 use crate::error::{Error, Result};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
-use crate::wake::Wake;
+use crate::wake::{wait_readable, Wake};
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -136,16 +136,13 @@ impl Beating {
             step("penstock-pulse");
             let fds = [self.over.fd(), listener.as_raw_fd()].into_iter();
             let fds = fds.chain(strangers.iter().map(|stranger| stranger.stream.as_raw_fd()));
-            let mut polled: Vec<libc::pollfd> =
-                fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-            // SAFETY: as many entries as the count says.
-            unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, BEAT.as_millis() as i32) };
-            if polled[0].revents != 0 {
+            let readable = wait_readable(fds, Some(BEAT));
+            if readable[0] {
                 return Ok(());
             }
             if let Ok((stream, _)) = listener.accept() {
                 strangers.extend(self.greet(stream)?);
-            } else if polled[1].revents != 0 {
+            } else if readable[1] {
                 // No descriptors are left, or the like: it passes
                 std::thread::sleep(BEAT);
             }
@@ -316,26 +313,18 @@ impl Hearing {
 }
 
 impl Pulses {
-    /// `of`: all ranks. `silence`: one that does not answer for so long was stopped.
-    pub(super) fn new(of: &[Reachable], pass: &Pass, silence: Duration) -> Pulses {
-        Pulses::asked(of, pass, silence, EVERY.min(silence / 8), false)
-    }
-
-    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most, as long as it
-    /// answers. `every` may be longer than `silence`.
-    pub(super) fn forgiving(of: &[Reachable], pass: &Pass, silence: Duration, every: Duration) -> Pulses {
-        Pulses::asked(of, pass, silence, every.max(EVERY.min(silence / 8)), true)
-    }
-
-    fn asked(of: &[Reachable], pass: &Pass, silence: Duration, every: Duration, forgiving: bool) -> Pulses {
-        let now = Instant::now();
+    /// `of`: all ranks. `silence`: one that does not answer for so long was stopped. `forgiving`: they may end when they want to,
+    /// and each is asked once in so long at most, as long as it answers. That may be longer than `silence`.
+    pub(super) fn new(of: &[Reachable], pass: &Pass, silence: Duration, forgiving: Option<Duration>) -> Pulses {
+        let (now, every) = (Instant::now(), forgiving.unwrap_or_default().max(EVERY.min(silence / 8)));
         let asked = |(address, token): &Reachable| {
             let (address, id, next) = (*address, digest(token), now + every);
             let (unanswered, answer, reached, doubted, heard, ended) = (None, None, true, false, false, false);
             Inquiry { address, id, unanswered, looked: now, next, answer, reached, doubted, heard, ended }
         };
         let (rank, key) = (pass.rank, pass.key.clone());
-        Pulses { of: of.iter().map(asked).collect(), silence, every, forgiving, first: 0, rank, key }
+        let (of, forgiving) = (of.iter().map(asked).collect(), forgiving.is_some());
+        Pulses { of, silence, every, forgiving, first: 0, rank, key }
     }
 
     /// Calls [`look`](Self::look), which fails if a rank has been silent for too long. Returns true if each of these ranks has
@@ -462,7 +451,7 @@ mod tests {
     }
 
     fn watched_by(pass: &Pass, addresses: &[SocketAddr], ranks: &[u32]) -> Option<Error> {
-        let mut pulses = Pulses::new(&ranks_at(addresses), pass, SILENCE);
+        let mut pulses = Pulses::new(&ranks_at(addresses), pass, SILENCE, None);
         let begun = Instant::now();
         while begun.elapsed() < SILENCE * 5 / 2 {
             if let Err(e) = pulses.look(ranks) {
@@ -536,7 +525,7 @@ mod tests {
         let (first, second) = (pulse(0, SECRET), pulse(1, SECRET));
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let addresses = [first.address(), second.address(), stopped.local_addr().unwrap()];
-        let mut pulses = Pulses::new(&ranks_at(&addresses), &pass(9, SECRET), SILENCE);
+        let mut pulses = Pulses::new(&ranks_at(&addresses), &pass(9, SECRET), SILENCE, None);
         assert!(!pulses.are_there(&[0, 1]).unwrap(), "nobody has been asked");
         let begun = Instant::now();
         while !pulses.are_there(&[0, 1]).unwrap() {
@@ -558,7 +547,7 @@ mod tests {
     fn a_rank_that_answers_is_there_when_it_is_seldom_asked() {
         let rank = pulse(0, SECRET);
         let (silence, every) = (SILENCE * 2 / 3, SILENCE);
-        let mut pulses = Pulses::forgiving(&ranks_at(&[rank.address()]), &pass(1, SECRET), silence, every);
+        let mut pulses = Pulses::new(&ranks_at(&[rank.address()]), &pass(1, SECRET), silence, Some(every));
         let begun = Instant::now();
         while begun.elapsed() < every * 2 {
             pulses.look(&[0]).unwrap();
@@ -571,7 +560,7 @@ mod tests {
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let (silence, every) = (SILENCE / 4, SILENCE / 2);
         let begun = Instant::now();
-        let mut pulses = Pulses::forgiving(&ranks_at(&[stopped.local_addr().unwrap()]), &pass(1, None), silence, every);
+        let mut pulses = Pulses::new(&ranks_at(&[stopped.local_addr().unwrap()]), &pass(1, None), silence, Some(every));
         while pulses.look(&[0]).is_ok() {
             assert!(begun.elapsed() < SILENCE * 10);
             std::thread::sleep(Duration::from_millis(5));
@@ -593,7 +582,7 @@ mod tests {
         let mut addresses = vec![address; 24];
         addresses.push(there.address());
         let ranks: Vec<u32> = (0..addresses.len() as u32).collect();
-        let mut pulses = Pulses::new(&ranks_at(&addresses), &pass(25, None), SILENCE);
+        let mut pulses = Pulses::new(&ranks_at(&addresses), &pass(25, None), SILENCE, None);
         let begun = Instant::now();
         let error = loop {
             if let Err(e) = pulses.look(&ranks) {

@@ -6,6 +6,7 @@ use super::meet::Meeting;
 use super::place::{address_of, ListenAt};
 use super::pulse::{Pulses, Reachable};
 use crate::error::Result;
+use crate::wake::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -59,7 +60,7 @@ impl StandingLinks {
         go_on: impl FnMut() -> bool,
     ) -> Result<()> {
         let Some(listener) = self.listener.take() else { return Ok(()) };
-        let mut pulses = Pulses::new(pulses, &self.pass, silence);
+        let mut pulses = Pulses::new(pulses, &self.pass, silence, None);
         let me = Pass { token, ..self.pass.clone() };
         let addresses: Vec<Option<SocketAddr>> = addresses.iter().copied().map(Some).collect();
         let (listener, kinds, addresses) = (&listener, &[Purpose::Standing], &addresses[..]);
@@ -72,11 +73,8 @@ impl StandingLinks {
     /// Ranks that have closed their connection, and for which rank each of them has given up (`None`: it has not said so).
     pub fn closed(&mut self) -> &[(u32, Option<u32>)] {
         let fds = self.of.iter().map(|one| one.as_ref().map_or(-1, AsRawFd::as_raw_fd));
-        let mut polled: Vec<libc::pollfd> =
-            fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-        // SAFETY: as many entries as the count says. Those below zero are left out.
-        unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
-        for (rank, _) in (0..).zip(&polled).filter(|(_, one)| one.revents != 0) {
+        let readable = wait_readable(fds, Some(Duration::ZERO));
+        for (rank, _) in (0..).zip(readable).filter(|(_, readable)| *readable) {
             let Some(stream) = self.of[rank as usize].take() else { continue };
             let mut word = [0; 4];
             match (&stream).read(&mut word) {
