@@ -83,6 +83,8 @@ const READS: usize = 32;
 /// The store of `http://` and `https://` addresses, or of others whose objects are asked for in HTTP.
 #[derive(Debug)]
 pub struct Web {
+    /// The name of these servers in reports.
+    name: &'static str,
     common: Arc<Common>,
     requests: Arc<dyn Requests>,
     /// Bytes of objects, as listings said them.
@@ -98,7 +100,7 @@ impl Web {
     /// The store of a provider, with these settings.
     pub(super) fn of(provider: &Provider, settings: StorageSettings, environment: Environment) -> Web {
         let (common, requests) = (provider.requests)(settings, environment);
-        Web { common, requests, sizes: Arc::default() }
+        Web { name: provider.schemes[0], common, requests, sizes: Arc::default() }
     }
 
     /// The proxies that this process's environment names.
@@ -206,14 +208,15 @@ impl Store for Web {
             Remote { site: self.site(&location), size, version }
         };
         let objects = objects.into_iter().map(|object| object.map(remote)).collect();
-        let (common, objects) = (self.common.clone(), Arc::new(objects));
-        Ok(Arc::new(WebObjects { common, objects, counts: Arc::default() }))
+        let (name, common, objects) = (self.name, self.common.clone(), Arc::new(objects));
+        Ok(Arc::new(WebObjects { name, common, objects, counts: Arc::default() }))
     }
 }
 
 /// The objects of a load.
 #[derive(Debug)]
 struct WebObjects {
+    name: &'static str,
     common: Arc<Common>,
     objects: Arc<Vec<Option<Remote>>>,
     counts: Arc<Mutex<Traffic>>,
@@ -238,7 +241,7 @@ impl Objects for WebObjects {
         server.hash(&mut hasher);
         Ok(Facts {
             kind: FsKind::Remote,
-            fs: site.requests.name(),
+            fs: self.name,
             storage: hasher.finish(),
             lanes: FileLanes::only(Lane::NETWORK),
             parallelism: Some(self.common.settings.connections * READS),

@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// One kind of servers.
 pub(in crate::store) struct Provider {
-    /// The schemes of its addresses, in small letters.
+    /// The schemes of its addresses, in small letters. Reports call its servers by the first.
     pub(in crate::store) schemes: &'static [&'static str],
     /// The variables of the environment that its requests depend on.
     variables: &'static [&'static str],

@@ -154,10 +154,6 @@ impl S3 {
 }
 
 impl Requests for S3 {
-    fn name(&self) -> &'static str {
-        "s3"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.credentials.with_key(wake, |key, generation| {
             self.once((at.to_owned(), None), generation, || self.made(at, key, generation))
@@ -214,9 +210,7 @@ impl Requests for S3 {
 /// The fields that sign a request for this address.
 fn signature(address: &Address, credential: &AwsCredential, region: &str, payer: bool) -> Result<String> {
     let failed = || Error::invalid("no request can be signed for this address");
-    let Server { tls, .. } = address.server;
-    let scheme = if tls { "https" } else { "http" };
-    let uri = format!("{scheme}://{}{}", address.server.authority(), address.target);
+    let uri = format!("{}{}", address.server.origin(), address.target);
     let request = http::Request::builder().uri(uri).body(HttpRequestBody::empty());
     let mut request = request.map_err(|_| failed())?;
     let authorizer = AwsAuthorizer::new(credential, "s3", region).with_sign_payload(false).with_request_payer(payer);

@@ -43,10 +43,6 @@ impl AzureBlob {
 }
 
 impl Requests for AzureBlob {
-    fn name(&self) -> &'static str {
-        "az"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.credentials.with_key(wake, |key, generation| made(at, key, generation))
     }

@@ -71,10 +71,6 @@ impl Gcs {
 }
 
 impl Requests for Gcs {
-    fn name(&self) -> &'static str {
-        "gs"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.credentials.with_key(wake, |key, generation| self.made(at, key.as_deref(), generation))
     }

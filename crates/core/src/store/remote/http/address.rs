@@ -32,10 +32,16 @@ impl Server {
 
     /// As the `Host` field of a request has it.
     pub(in crate::store::remote) fn authority(&self) -> String {
+        let text = self.with_port();
+        let usual = if self.tls { ":443" } else { ":80" };
+        text.strip_suffix(usual).map(str::to_owned).unwrap_or(text)
+    }
+
+    /// Host and port.
+    pub(in crate::store::remote) fn with_port(&self) -> String {
         let Server { host, port, .. } = self;
-        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-        if *port == default_port(self.tls) {
-            host
+        if host.contains(':') {
+            format!("[{host}]:{port}")
         } else {
             format!("{host}:{port}")
         }

@@ -96,13 +96,8 @@ impl Proxies {
 
     /// Host and port of the proxy for an address, and what it wants to know of us.
     pub(in crate::store) fn named(&self, address: &str) -> Result<Option<(String, Option<String>)>> {
-        let Proxy { server, authorization } = match self.of(&Address::parse(address)?.server)? {
-            Some(proxy) => proxy,
-            None => return Ok(None),
-        };
-        let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host.clone() };
-        let authorization = authorization.as_ref().map(|value| value.shown().to_owned());
-        Ok(Some((format!("{host}:{}", server.port), authorization)))
+        let Some(Proxy { server, authorization }) = self.of(&Address::parse(address)?.server)? else { return Ok(None) };
+        Ok(Some((server.with_port(), authorization.as_ref().map(|value| value.shown().to_owned()))))
     }
 
     fn is_direct(&self, server: &Server) -> bool {
@@ -188,15 +183,12 @@ impl Bypass {
                 is_it && port.is_none_or(|port| port == server.port)
             }
             Bypass::Network(network, bits) => {
-                let octets = |ip: IpAddr| match ip {
-                    IpAddr::V4(v4) => v4.octets().to_vec(),
-                    IpAddr::V6(v6) => v6.octets().to_vec(),
+                let (differ, size) = match (server.ip(), network) {
+                    (Some(IpAddr::V4(ours)), IpAddr::V4(theirs)) => ((ours.to_bits() ^ theirs.to_bits()).into(), 32),
+                    (Some(IpAddr::V6(ours)), IpAddr::V6(theirs)) => (ours.to_bits() ^ theirs.to_bits(), 128),
+                    _ => return false,
                 };
-                let Some(ip) = server.ip() else { return false };
-                let (ours, theirs) = (octets(ip), octets(*network));
-                let bit = |bytes: &[u8], at: u32| bytes[(at / 8) as usize] >> (7 - at % 8) & 1;
-                let fits = ours.len() == theirs.len() && *bits <= ours.len() as u32 * 8;
-                fits && (0..*bits).all(|at| bit(&ours, at) == bit(&theirs, at))
+                *bits <= size && differ.checked_shr(size - bits).unwrap_or(0u128) == 0
             }
         }
     }
@@ -216,11 +208,9 @@ impl Via {
 
     /// The tunnel to a server with TLS; others have none.
     pub(in crate::store::remote) fn tunnel(&self) -> Option<Tunnel> {
-        let Server { tls, host, port } = &self.server;
-        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-        let server = format!("{host}:{port}");
+        let server = self.server.with_port();
         let text = format!("CONNECT {server} HTTP/1.1\r\nHost: {server}\r\n{}\r\n", self.field());
-        tls.then(|| Tunnel::new(self.proxy.name(), server, text))
+        self.server.tls.then(|| Tunnel::new(self.proxy.name(), server, text))
     }
 
     /// A request as the connection has it: for a server without TLS, with all of its address.

@@ -24,11 +24,6 @@ pub(in crate::store::remote) struct Get {
 
 /// Makes requests for objects: what a signature, or a token, is for one kind of server. May be called from several threads.
 pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
-    /// The name of these servers in reports.
-    fn name(&self) -> &'static str {
-        "http"
-    }
-
     /// The request for the object at this address, as it is valid now. If its credentials are not there yet, they are
     /// fetched, and `wake` is notified when they are there. Without a `wake` the call waits for them.
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>>;

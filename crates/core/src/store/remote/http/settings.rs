@@ -82,20 +82,18 @@ pub struct NodeSettings {
 
 impl Default for WebSettings {
     fn default() -> Self {
-        let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
-        // Object stores recommend requests of 8 to 16 MiB.
-        let (connections, first_connections, threads, request_bytes) = (256, 16, 0, 16 << 20);
         WebSettings {
-            connections,
-            first_connections,
-            threads,
-            request_bytes,
+            connections: 256,
+            first_connections: 16,
+            threads: 0,
+            // Object stores recommend requests of 8 to 16 MiB.
+            request_bytes: 16 << 20,
             tries: 8,
             patience: None,
             busy: Duration::from_secs(120),
             node: None,
-            pause,
-            stall,
+            pause: Duration::from_millis(100),
+            stall: Duration::from_secs(10),
             authorities: None,
             tls_verify: true,
             credentials: None,

@@ -44,10 +44,6 @@ impl ToyStore {
 }
 
 impl Requests for ToyStore {
-    fn name(&self) -> &'static str {
-        "toy"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.0.with_key(wake, |toy_key, generation| {
             let (bucket, key) = parts(at)?;

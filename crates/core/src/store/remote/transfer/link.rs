@@ -95,28 +95,25 @@ pub(in crate::store::remote) struct Link<S> {
 
 impl<S: WireEnd> Link<S> {
     pub(super) fn new(stream: S, permit: Option<Permit>, server: Server, now: Instant) -> Link<S> {
-        let (head, state, watched) = (Vec::new(), LinkState::Connecting, Watched::Nothing);
-        let (fetch, keeps, reused, answered_at) = (None, true, false, None);
-        let (used, got, gaps, last, asked_at, told) = (0, 0, 0, now, now, now);
         Link {
             stream,
             permit,
             server,
-            fetch,
-            state,
-            head,
-            used,
+            fetch: None,
+            state: LinkState::Connecting,
+            head: Vec::new(),
+            used: 0,
             chunks: None,
             whole: None,
-            keeps,
-            reused,
-            last,
-            asked_at,
-            answered_at,
-            got,
-            gaps,
-            told,
-            watched,
+            keeps: true,
+            reused: false,
+            last: now,
+            asked_at: now,
+            answered_at: None,
+            got: 0,
+            gaps: 0,
+            told: now,
+            watched: Watched::Nothing,
             is_held: false,
         }
     }

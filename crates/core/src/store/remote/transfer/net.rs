@@ -108,18 +108,15 @@ pub(in crate::store::remote) struct Net<W: Wires> {
 impl<W: Wires> Net<W> {
     pub(in crate::store::remote) fn new(wires: W, common: Arc<Common>, counts: Arc<Mutex<Traffic>>) -> Net<W> {
         let now = wires.now();
-        let pace = ConnectionPace::new(common.settings.first_connections, common.settings.connections, now);
-        let rate_limit = RateLimit::new(common.settings.bandwidth, now);
-        let request_rate = RequestRate::new(wires.jitter(), now);
-        let (links, waiting, discard, numbers) = (Links::default(), ReadQueue::default(), vec![0; DISCARD], Vec::new());
+        let settings = &common.settings;
         Net {
+            links: Links::default(),
+            waiting: ReadQueue::default(),
+            pace: ConnectionPace::new(settings.first_connections, settings.connections, now),
+            rate_limit: RateLimit::new(settings.bandwidth, now),
+            request_rate: RequestRate::new(wires.jitter(), now),
             wires,
             common,
-            links,
-            waiting,
-            pace,
-            rate_limit,
-            request_rate,
             node: None,
             parting: Parting::default(),
             share_of_node: usize::MAX,
@@ -131,8 +128,8 @@ impl<W: Wires> Net<W> {
             stragglers: 0,
             last: now,
             longest_wait: None,
-            discard,
-            numbers,
+            discard: vec![0; DISCARD],
+            numbers: Vec::new(),
         }
     }
 
