@@ -119,8 +119,8 @@ pub(super) struct SaveState {
 impl Sink {
     pub(super) fn of(output: &Output) -> Sink {
         let (cached, direct) = output.descriptors();
-        let (path, in_order) = (output.path().to_path_buf(), output.is_in_order());
-        Sink { path, cached, direct, refused: AtomicBool::new(false), in_order, at: AtomicU64::new(0) }
+        let (path, refused) = (output.path.clone(), AtomicBool::new(false));
+        Sink { path, cached, direct, refused, in_order: output.in_order, at: AtomicU64::new(0) }
     }
 
     /// The descriptor to write to, and whether it is one for O_DIRECT.
@@ -457,7 +457,7 @@ impl Work {
         if let Some(refused) = refused.into_iter().flatten().next() {
             lock(&self.state).report.fallbacks.push(refused);
         }
-        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(Output::path);
+        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(|last| &last.path);
         lock(&self.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
         given_up()?;
         if let Some(path) = index {
@@ -472,12 +472,12 @@ impl Work {
         outputs.iter_mut().try_for_each(|output| output.publish(self.sync))?;
         if self.sync {
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
-            folders.extend(self.checkpoint.iter().flat_map(Folder::above));
+            folders.extend(self.checkpoint.iter().flat_map(|folder| &folder.with_new_names).map(PathBuf::as_path));
             folders.into_iter().try_for_each(|folder| self.settle(folder))?;
         }
         if let Some(folder) = &self.checkpoint {
             if folder.remove_earlier(&self.names)? && self.sync {
-                self.settle(folder.path())?;
+                self.settle(&folder.path)?;
             }
         }
         Ok(())

@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 /// A checkpoint's directory.
 pub(super) struct Folder {
-    path: PathBuf,
+    pub(super) path: PathBuf,
     /// Directories in which new directories were made.
-    with_new_names: Vec<PathBuf>,
+    pub(super) with_new_names: Vec<PathBuf>,
     /// Files of an earlier save with the same name that were there when this save began.
     earlier: Vec<(PathBuf, Stamp)>,
 }
@@ -83,15 +83,6 @@ impl Folder {
             }
         }
         failed.map_or(Ok(removed), Err)
-    }
-
-    /// Directories that have new names in them, apart from this one.
-    pub(super) fn above(&self) -> impl Iterator<Item = &Path> {
-        self.with_new_names.iter().map(PathBuf::as_path)
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 }
 

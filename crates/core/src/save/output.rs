@@ -30,7 +30,7 @@ static NUMBERS: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug)]
 pub(super) struct Output {
     /// The name that it gets.
-    path: PathBuf,
+    pub(super) path: PathBuf,
     size: u64,
     file: File,
     /// The same for O_DIRECT, if the file system has that.
@@ -41,7 +41,7 @@ pub(super) struct Output {
     in_place: Option<InPlace>,
     /// Its bytes are written one after the other: some file systems of other processes take them in no other way, and
     /// others are slow otherwise.
-    in_order: bool,
+    pub(super) in_order: bool,
     pid: u32,
 }
 
@@ -64,10 +64,10 @@ impl Output {
                 (file, None, Some(written), Some(Fallback { from: refused.call, to: "writing under the name", reason }))
             }
         };
-        let in_order = in_order || in_place.as_ref().is_some_and(InPlace::is_sequential);
+        let in_order = in_order || in_place.as_ref().is_some_and(|in_place| in_place.sequential);
         let (path, pid) = (path.to_path_buf(), std::process::id());
         let mut output = Output { path: path.clone(), size, file, direct: None, temporary, in_place, in_order, pid };
-        if output.in_place.as_ref().is_some_and(InPlace::is_sequential) {
+        if output.in_place.as_ref().is_some_and(|in_place| in_place.sequential) {
             return Ok((output, fallback));
         }
         // Nothing of a link is kept: it has no mode, and it leads to another file.
@@ -102,11 +102,6 @@ impl Output {
         if let Some(in_place) = &mut self.in_place {
             in_place.hold_back(head);
         }
-    }
-
-    /// Whether its bytes must be written one after the other.
-    pub(super) fn is_in_order(&self) -> bool {
-        self.in_order
     }
 
     /// Whether it is written under its name.
@@ -165,10 +160,6 @@ impl Output {
             Some(libc::ENOSPC) => no_room(wanted, free(&self.file)).at(&self.path),
             _ => Error::write(&format!("write {wanted} bytes"), cause).at(&self.path),
         }
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// The directory that it will be in.
