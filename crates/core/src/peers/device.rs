@@ -54,17 +54,12 @@ impl Sending {
         let (ticket, failed) = (sent.ticket, sent.result.is_err());
         both.sent = Some(sent);
         let Some(batch) = both.waiting.take() else { return Ok(()) };
-        if !failed {
-            let outcome = self.inner.copy(batch);
-            if let (Err(e), Some(both)) = (&outcome, self.sending.get_mut(&ticket)) {
-                both.blocks.clear();
-                both.copied = Some(Copied { ticket, result: Err(e.clone()), begun: Vec::new() });
-            }
-            return outcome;
+        let result = if failed { Ok(()) } else { self.inner.copy(batch) };
+        if failed || result.is_err() {
+            both.blocks.clear();
+            both.copied = Some(Copied { ticket, result: result.clone(), begun: Vec::new() });
         }
-        both.blocks.clear();
-        both.copied = Some(Copied { ticket, result: Ok(()), begun: Vec::new() });
-        Ok(())
+        result
     }
 }
 
