@@ -30,12 +30,8 @@ pub struct Proxies {
     is_given: bool,
 }
 
-#[derive(Debug, Clone, PartialEq)]
-enum Named {
-    Proxy(Proxy),
-    /// The error in it.
-    Wrong(String),
-}
+/// A proxy that somebody names, or the error in it.
+type Named = Result<Proxy, String>;
 
 /// A proxy.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,17 +60,16 @@ impl Proxies {
     pub fn given(text: &str) -> Result<Proxies> {
         let named = match text.trim() {
             "" => None,
-            text => Some(Named::Proxy(Proxy::parse(text)?)),
+            text => Some(Ok(Proxy::parse(text)?)),
         };
         Ok(Proxies { http: named.clone(), https: named, direct: Vec::new(), is_given: true })
     }
 
     /// The proxies that the environment names.
     pub(in crate::store) fn of_environment(environment: &Environment) -> Proxies {
-        let named = |names: &[&str]| {
-            let name = names.iter().find(|name| environment.get(name).is_some())?;
-            let parsed = Proxy::parse(environment.get(name)?.trim());
-            Some(parsed.map_or_else(|e| Named::Wrong(format!("the proxy in {name}: {}", e.message())), Named::Proxy))
+        let named = |names: &[&'static str]| {
+            let (name, text) = environment.named(names)?;
+            Some(Proxy::parse(text.trim()).map_err(|e| format!("the proxy in {name}: {}", e.message())))
         };
         let entries = environment.first(&["no_proxy"]).or(environment.get("NO_PROXY")).unwrap_or_default();
         let direct = entries.split([',', ' ']).filter_map(|entry| Bypass::parse(entry.trim())).collect();
@@ -88,10 +83,7 @@ impl Proxies {
     pub(in crate::store::remote) fn of(&self, server: &Server) -> Result<Option<&Proxy>> {
         let named = if server.tls { &self.https } else { &self.http };
         let Some(named) = named.as_ref().filter(|_| !self.is_direct(server)) else { return Ok(None) };
-        match named {
-            Named::Proxy(proxy) => Ok(Some(proxy)),
-            Named::Wrong(why) => Err(Error::new(ErrorKind::Unsupported, why.clone())),
-        }
+        named.as_ref().map(Some).map_err(|why| Error::new(ErrorKind::Unsupported, why.clone()))
     }
 
     /// Host and port of the proxy for an address, and what it wants to know of us.

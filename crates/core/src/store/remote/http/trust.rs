@@ -168,8 +168,7 @@ fn itself(der: &CertificateDer<'_>, known: &Certificate, name: &ServerName<'_>, 
 
 /// Whether a name, perhaps with `*` for its first part, is that of a host.
 fn is_named(name: &str, host: &str) -> bool {
-    let below = |name: &str| name.strip_prefix("*.").map(str::to_owned);
-    match below(name) {
+    match name.strip_prefix("*.") {
         Some(domain) => {
             domain.contains('.')
                 && host.split_once('.').is_some_and(|(first, rest)| !first.is_empty() && rest == domain)
