@@ -113,9 +113,7 @@ fn names(
     let mut page = NextPage::None;
     let (mut asked_for, mut without_news) = (HashSet::new(), 0);
     loop {
-        if !still_wanted() {
-            return Err(unwanted());
-        }
+        check_wanted()?;
         let body = match asked(control, |moved| request(&page, moved))? {
             Ok(body) => body,
             Err(refusal) => return Ok(Err(refusal)),
@@ -203,17 +201,20 @@ fn asked(
         }
         let due = Instant::now() + pause;
         while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-            if !still_wanted() {
-                return Err(unwanted());
-            }
+            check_wanted()?;
             std::thread::sleep(left.min(LOOK));
         }
         usual = (usual * 2).min(Duration::from_secs(2));
     }
 }
 
-fn unwanted() -> Error {
-    Error::new(ErrorKind::Cancelled, "nobody waits for it any more")
+/// # Errors
+/// `Cancelled` if nobody waits any more for what this thread does.
+pub(super) fn check_wanted() -> Result<()> {
+    match still_wanted() {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")),
+    }
 }
 
 /// The query of a page in the terms of S3, which Google Cloud Storage knows too.

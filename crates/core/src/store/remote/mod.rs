@@ -47,6 +47,7 @@ pub use self::http::settings::{Bearer, NodeSettings, WebSettings};
 use self::http::sockets::Sockets;
 pub use self::http::tls::unchecked_hosts;
 pub(super) use self::http::tls::{authorities, certificates};
+use self::listing::check_wanted;
 pub(super) use self::provider::Provider;
 pub use self::secret::Secret;
 pub use self::settings::{StorageSetting, StorageSettings, STORAGE_SETTINGS};
@@ -60,7 +61,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
-use super::watch::{answered, stall, still_wanted};
+use super::watch::{answered, stall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{FileLanes, Lane, Ticket};
 use crate::options::MIB;
@@ -145,9 +146,7 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fe
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;
-        if !still_wanted() {
-            return Err(located(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")));
-        }
+        check_wanted().map_err(located)?;
         for event in told.drain(..) {
             // A server that says when to ask again has answered.
             answered(matches!(event, Told::Received(_)));

@@ -11,7 +11,6 @@ use crate::store::remote::http::settings::Bearer;
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use std::collections::HashSet;
-use std::fmt;
 use std::sync::Arc;
 
 /// Tokens for web servers.
@@ -33,6 +32,7 @@ impl Finder for Tokens {
 
 /// Requests that carry a token which the program gives. The servers of the addresses that are opened get it, and no other that
 /// one of them redirects to.
+#[derive(Debug)]
 struct WithGivenToken {
     credentials: Arc<Credentials<Tokens>>,
     common: Arc<Common>,
@@ -85,11 +85,5 @@ impl Requests for WithGivenToken {
             return e;
         }
         e.reworded(|why| format!("{why}; the token is from {CALLABLE}"))
-    }
-}
-
-impl fmt::Debug for WithGivenToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("tokens that are given")
     }
 }

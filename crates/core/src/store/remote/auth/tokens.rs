@@ -10,7 +10,6 @@ use crate::store::remote::http::jitter::Jitter;
 use object_store::client::{HttpRequest, HttpRequestBody};
 use serde::Deserialize;
 use serde_json::Value;
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -94,12 +93,6 @@ impl<S> TokenGiver<S> {
     }
 }
 
-impl<S> fmt::Debug for TokenProvider<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TokenProvider").field("origin", &self.origin).finish_non_exhaustive()
-    }
-}
-
 /// The answer of a token server (RFC 6749, section 5; metadata servers write numbers as strings).
 #[derive(Deserialize, Default)]
 struct TokenAnswer {
@@ -125,9 +118,10 @@ impl TokenAnswer {
 }
 
 /// Names and values as a form or a query has them.
-pub(in crate::store::remote) fn form(fields: &[(&str, &str)]) -> String {
+pub(in crate::store::remote) fn form<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)]) -> String {
     let value = |text: &str| escaped(text).replace('/', "%2F");
-    fields.iter().map(|(name, text)| format!("{name}={}", value(text))).collect::<Vec<_>>().join("&")
+    let pair = |(name, text): &(N, V)| format!("{}={}", name.as_ref(), value(text.as_ref()));
+    fields.iter().map(pair).collect::<Vec<_>>().join("&")
 }
 
 /// A token that the server at this address gives for a form.

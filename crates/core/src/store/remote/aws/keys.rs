@@ -12,6 +12,7 @@ use crate::store::remote::environment::Environment;
 use crate::store::remote::given::CredentialSource;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
+use crate::store::remote::secret::Secret;
 use object_store::aws::AwsCredential;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -146,33 +147,27 @@ impl Aws {
     /// Credentials that need no request.
     fn given(&self) -> Result<Option<FoundCredential>> {
         let S3Settings { access_key_id, secret_access_key, session_token, profile, .. } = &self.settings;
-        let of = |name| self.environment.get(name).map(str::to_owned);
-        let (id, secret, token, origin) = match (access_key_id, secret_access_key) {
+        let (key_id, secret_key, token, origin) = match (access_key_id, secret_access_key) {
             (Some(id), Some(secret)) => {
-                let token = session_token.as_ref().map(|token| token.shown().to_owned());
-                (id.clone(), secret.shown().to_owned(), token, "storage=")
+                (id.as_str(), secret.shown(), session_token.as_ref().map(Secret::shown), "storage=")
             }
             (None, None) if profile.is_some() => return Ok(None),
-            // As for the tools of AWS, a secret alone is none.
-            (None, None) => match (of("AWS_ACCESS_KEY_ID"), of("AWS_SECRET_ACCESS_KEY")) {
-                (Some(id), Some(secret)) => {
-                    let token = self.environment.first(&["AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"]);
-                    (id, secret, token.map(str::to_owned), "the variable AWS_ACCESS_KEY_ID")
-                }
-                (None, _) => return Ok(None),
-                (Some(_), None) => {
-                    return Err(Error::invalid(
-                        "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not: they belong together",
-                    ))
-                }
-            },
+            (None, None) => {
+                // As for the tools of AWS, a secret alone is none.
+                let Some(id) = self.environment.get("AWS_ACCESS_KEY_ID") else { return Ok(None) };
+                let text = "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not: they belong together";
+                let secret = self.environment.get("AWS_SECRET_ACCESS_KEY").ok_or_else(|| Error::invalid(text))?;
+                let token = self.environment.first(&["AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"]);
+                (id, secret, token, "the variable AWS_ACCESS_KEY_ID")
+            }
             _ => {
                 return Err(Error::invalid(
                     "storage=: access_key_id and secret_access_key belong together, and one of them is missing",
                 ))
             }
         };
-        let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
+        let (key_id, secret_key, token) = (key_id.to_owned(), secret_key.to_owned(), token.map(str::to_owned));
+        let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), origin)?;
         Ok(Some(FoundKey { key, origin: origin.to_owned(), usable: None, renewable: false }))
     }
 

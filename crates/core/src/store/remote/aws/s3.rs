@@ -99,10 +99,8 @@ impl S3 {
             None => {
                 let Address { server, target } = self.place(ask.bucket, &self.region(ask.bucket, ask.key), ask.key)?;
                 let target = target.trim_end_matches('/');
-                let pairs = s3_query(ask);
-                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
                 let path = if target.is_empty() { "/" } else { target };
-                Address { server, target: format!("{path}?{}", form(&pairs)) }
+                Address { server, target: format!("{path}?{}", form(&s3_query(ask))) }
             }
         };
         let is_moved = ask.moved.is_some();

@@ -98,7 +98,6 @@ fn made(at: &str, key: &AzureKey, generation: u64) -> Result<Get> {
     let AzureKey { credential, endpoint: Address { server, target } } = key;
     let mut target = format!("{}/{container}/{}", target.trim_end_matches('/'), escaped(name));
     if let Some(pairs) = signed(container, key) {
-        let pairs: Vec<_> = pairs.iter().map(|(name, value)| (&**name, &**value)).collect();
         target += &format!("?{}", form(&pairs));
     }
     let mut fields = format!("x-ms-version: {VERSION}\r\n");

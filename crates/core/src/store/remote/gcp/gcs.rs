@@ -58,9 +58,8 @@ impl Gcs {
         let address = match ask.moved {
             Some(place) => place.address.clone(),
             None => {
-                let pairs = s3_query(ask);
-                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
-                let target = format!("{}/{}?{}", there.target.trim_end_matches('/'), ask.bucket, form(&pairs));
+                let query = form(&s3_query(ask));
+                let target = format!("{}/{}?{query}", there.target.trim_end_matches('/'), ask.bucket);
                 Address { server: there.server.clone(), target }
             }
         };
