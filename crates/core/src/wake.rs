@@ -53,8 +53,8 @@ impl Wake {
 
 static ONE: u64 = 1;
 
-/// Sleeps until one of `fds` is readable or hung up (negative ones are ignored), a signal comes, or `timeout` has passed. Which
-/// ones it is.
+/// Sleeps until one of `fds` is readable or hung up (negative ones are ignored), a signal comes, or `timeout` has passed. Says of
+/// each whether it is.
 pub(crate) fn wait_readable(fds: impl IntoIterator<Item = RawFd>, timeout: Option<Duration>) -> Vec<bool> {
     let polled = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let mut polled: Vec<libc::pollfd> = fds.into_iter().map(polled).collect();

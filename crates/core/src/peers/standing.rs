@@ -4,7 +4,7 @@ use super::handshake::Purpose;
 use super::key::Pass;
 use super::meet::Meeting;
 use super::place::{address_of, ListenAt};
-use super::pulse::{Pulses, Reachable};
+use super::pulse::{Prober, Reachable};
 use crate::error::Result;
 use crate::wake::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
@@ -60,12 +60,12 @@ impl StandingLinks {
         go_on: impl FnMut() -> bool,
     ) -> Result<()> {
         let Some(listener) = self.listener.take() else { return Ok(()) };
-        let mut pulses = Pulses::new(pulses, &self.pass, silence, None);
+        let mut prober = Prober::new(pulses, &self.pass, silence, None);
         let me = Pass { token, ..self.pass.clone() };
         let addresses: Vec<Option<SocketAddr>> = addresses.iter().copied().map(Some).collect();
         let (listener, kinds, addresses) = (&listener, &[Purpose::Standing], &addresses[..]);
         let meeting = Meeting { listener, me: &me, kinds, addresses, patience, silence };
-        let found = meeting.connect(go_on, |awaited| pulses.are_there(awaited))?;
+        let found = meeting.connect(go_on, |awaited| prober.are_there(awaited))?;
         self.of = found.into_iter().map(|streams| streams.into_iter().next()).collect();
         Ok(())
     }

@@ -208,8 +208,10 @@ fn asked(
     }
 }
 
+/// Goes on while somebody waits for this thread's result.
+///
 /// # Errors
-/// `Cancelled` if nobody waits any more for what this thread does.
+/// `Cancelled` if nobody does.
 pub(super) fn check_wanted() -> Result<()> {
     match still_wanted() {
         true => Ok(()),

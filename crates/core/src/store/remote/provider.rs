@@ -25,7 +25,7 @@ pub(in crate::store) struct Provider {
 /// How servers are asked: on which terms, and with which requests.
 type MadeRequests = (Arc<Common>, Arc<dyn Requests>);
 
-/// These requests on the terms that the settings say.
+/// Makes requests, with the state that their connections share.
 pub(super) fn with_common(web: WebSettings, requests: impl FnOnce(&Arc<Common>) -> Arc<dyn Requests>) -> MadeRequests {
     let common = Arc::new(Common { settings: web, ..Common::default() });
     let requests = requests(&common);

@@ -54,21 +54,21 @@ pub(super) struct WebSource {
 
 /// A thread that has a part of the connections.
 struct NetLane {
-    shared: Arc<Exchange>,
+    shared: Arc<NetShared>,
     thread: Option<JoinHandle<()>>,
     /// Bytes of its reads that did not come back.
     bytes: u64,
 }
 
-struct Exchange {
-    state: Mutex<Exchanged>,
+struct NetShared {
+    state: Mutex<NetState>,
     /// Wakes the thread.
     to_thread: Arc<Wake>,
     to_owner: Arc<Wake>,
 }
 
 #[derive(Default)]
-struct Exchanged {
+struct NetState {
     commands: Vec<ToNet>,
     events: Vec<Progress>,
     /// Reads that have ended and hold no memory, and whose ends are about to be told.
@@ -91,11 +91,11 @@ unsafe impl Send for ToNet {}
 
 impl NetLane {
     fn new(common: Arc<Common>, counts: Arc<Mutex<Traffic>>, to_owner: Arc<Wake>, gap: u64) -> Result<NetLane> {
-        let (state, to_thread) = (Mutex::new(Exchanged::default()), Arc::new(Wake::new()?));
+        let (state, to_thread) = (Mutex::new(NetState::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         net.gap = gap;
         net.join_node()?;
-        let shared = Arc::new(Exchange { state, to_thread, to_owner });
+        let shared = Arc::new(NetShared { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {
             block_signals();
@@ -186,7 +186,7 @@ impl WebSource {
     }
 }
 
-impl Exchange {
+impl NetShared {
     fn run(&self, net: &mut Net<Sockets>) {
         let mut told = Vec::new();
         loop {
@@ -240,7 +240,7 @@ impl Exchange {
                 _ => None,
             });
             state.ended.extend(done);
-            let Exchanged { commands, ended, .. } = &mut *state;
+            let NetState { commands, ended, .. } = &mut *state;
             let is_late = |command: &ToNet| matches!(command, ToNet::Land(ticket, ..) if ended.contains(ticket));
             let (late, others) = mem::take(commands).into_iter().partition(is_late);
             *commands = others;

@@ -75,7 +75,7 @@ struct KeyState<K> {
 }
 
 impl<K> KeyState<K> {
-    /// Nothing is fetched any more.
+    /// Notifies all that wait: the fetch has ended.
     fn notify(&mut self) {
         let (_, waiting) = self.asked.take().unzip();
         waiting.into_iter().flatten().for_each(|wake| wake.notify());

@@ -83,7 +83,7 @@ pub(in crate::store::remote) struct Listed {
     pub(in crate::store::remote) size: Option<u64>,
 }
 
-/// Requests to web servers: with a token, if there is one. Other servers than its own do not get it, also where that server
+/// Requests to web servers: with a token for one of them, if there is one. Other servers do not get it, also where that server
 /// redirects to them.
 #[derive(Debug)]
 pub(in crate::store::remote) struct WebRequests(pub(in crate::store::remote) Option<Bearer>);
