@@ -7,7 +7,7 @@ use super::handshake::{Handshake, HandshakeStep, Purpose, Rejection};
 use super::key::Pass;
 use super::watch::peer_error;
 use crate::error::{Error, ErrorKind, Result};
-use crate::wake::wait_readable;
+use crate::source::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;

@@ -6,7 +6,7 @@ use super::meet::Meeting;
 use super::place::{address_of, ListenAt};
 use super::pulse::{Prober, Reachable};
 use crate::error::Result;
-use crate::wake::wait_readable;
+use crate::source::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
