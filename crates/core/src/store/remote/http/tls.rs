@@ -10,7 +10,7 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::ClientConfig;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 /// Where systems keep the certificates of the authorities that they trust: Debian, Fedora, SUSE, Alpine.
 const SYSTEM: [&str; 5] = [
@@ -22,11 +22,12 @@ const SYSTEM: [&str; 5] = [
 ];
 
 /// Hosts whose certificates were not checked: all that this process has seen, and those that nobody was told of yet.
-static UNCHECKED: Mutex<(BTreeSet<String>, Vec<String>)> = Mutex::new((BTreeSet::new(), Vec::new()));
+static UNCHECKED: std::sync::Mutex<(BTreeSet<String>, Vec<String>)> =
+    std::sync::Mutex::new((BTreeSet::new(), Vec::new()));
 
 /// The hosts whose certificates were not checked (`tls_verify=False`), each once in a process.
 pub fn unchecked_hosts() -> Vec<String> {
-    std::mem::take(&mut lock(&UNCHECKED).1)
+    std::mem::take(&mut UNCHECKED.lock().unwrap_or_else(PoisonError::into_inner).1)
 }
 
 /// The settings of TLS, made when they are first needed: reading the authorities takes some milliseconds.
@@ -48,7 +49,7 @@ impl Tls {
         let name = ServerName::try_from(host.to_owned());
         let name = name.map_err(|e| Error::invalid(format!("the host has no valid name: {e}")))?;
         if !settings.tls_verify {
-            let (seen, news) = &mut *lock(&UNCHECKED);
+            let (seen, news) = &mut *UNCHECKED.lock().unwrap_or_else(PoisonError::into_inner);
             if seen.insert(host.to_owned()) {
                 news.push(host.to_owned());
             }
