@@ -120,6 +120,16 @@ impl Error {
         Self(Box::new(Inner { kind, message, path, range, errno, tensor, values, answer, peer, why, silence, cause }))
     }
 
+    /// A new error of kind [`Invalid`](ErrorKind::Invalid).
+    pub(crate) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Invalid, message)
+    }
+
+    /// A new error of kind [`Permission`](ErrorKind::Permission).
+    pub(crate) fn permission(message: impl Into<String>) -> Self {
+        Self::new(ErrorKind::Permission, message)
+    }
+
     /// An error from the operating system, whose kind follows from its errno. `doing` reads like "open" or "read".
     pub fn io(doing: &str, cause: &io::Error) -> Self {
         let errno = cause.raw_os_error();

@@ -3,7 +3,7 @@
 use crate::device::{Copied, Device, Fence};
 use crate::engine::Slabs;
 use crate::error::Result;
-use crate::source::{Progress, Read, Source};
+use crate::source::{wait_readable, Progress, Read, Source};
 use crate::staging::{Lease, Share};
 use crate::stats::Report;
 use std::os::fd::RawFd;
@@ -37,7 +37,7 @@ impl Transport {
         // The ring's descriptor is cleared when a slab is requested. So it may stay readable while no slab is wanted (a
         // slab came back after the window closed, or while a failed load drains). It must not wake the thread then.
         let slabs = if wants_slab { self.ring.fd() } else { -1 };
-        wait_readable(&[inbox, self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs], timeout);
+        wait_readable([inbox, self.source.wake(), self.device.as_ref().map_or(-1, |d| d.wake()), slabs], timeout);
     }
 
     /// Writes into the report what source, device and slabs have done.
@@ -55,14 +55,4 @@ impl Slabs for Share {
         self.clear();
         Ok(self.try_acquire()?.map(Arc::new))
     }
-}
-
-/// Sleeps until one of `fds` is readable (negative ones are ignored) or `timeout` has passed.
-fn wait_readable(fds: &[RawFd], timeout: Option<Duration>) {
-    let mut polled: Vec<libc::pollfd> =
-        fds.iter().map(|&fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-    // Rounded up: a wait of 0.4 ms must not become a spin of zero-length waits.
-    let ms = timeout.map_or(-1, |t| i32::try_from(t.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
-    // SAFETY: the vector has as many entries as the count says. EINTR and errors end the wait early: the caller loops.
-    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, ms) };
 }

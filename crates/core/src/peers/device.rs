@@ -1,6 +1,6 @@
 //! A device that also sends what this rank reads for others.
 
-use super::desk::{Desk, Outbound};
+use super::shared::{Outbound, PeersShared};
 use crate::device::{Batch, Copied, Device, Fence};
 use crate::error::Result;
 use crate::extent::Ticket;
@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 pub(super) struct Sending {
-    desk: Arc<Desk>,
+    shared: Arc<PeersShared>,
     inner: Box<dyn Device>,
     /// For each parcel that is read here: its number, where in the file its slab begins, and who gets bytes of it.
     sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
@@ -37,15 +37,15 @@ struct Both {
 
 impl Sending {
     pub(super) fn new(
-        desk: Arc<Desk>,
+        shared: Arc<PeersShared>,
         inner: Box<dyn Device>,
         sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
         rearranges: bool,
     ) -> Result<Sending> {
         let wake = epoll()?;
         watch(&wake, inner.wake())?;
-        watch(&wake, desk.copies.fd())?;
-        Ok(Sending { desk, inner, sends, rearranges, sending: HashMap::new(), wake })
+        watch(&wake, shared.copies.fd())?;
+        Ok(Sending { shared, inner, sends, rearranges, sending: HashMap::new(), wake })
     }
 
     /// The batch has been sent, and can be copied now.
@@ -54,17 +54,12 @@ impl Sending {
         let (ticket, failed) = (sent.ticket, sent.result.is_err());
         both.sent = Some(sent);
         let Some(batch) = both.waiting.take() else { return Ok(()) };
-        if !failed {
-            let outcome = self.inner.copy(batch);
-            if let (Err(e), Some(both)) = (&outcome, self.sending.get_mut(&ticket)) {
-                both.blocks.clear();
-                both.copied = Some(Copied { ticket, result: Err(e.clone()), begun: Vec::new() });
-            }
-            return outcome;
+        let result = if failed { Ok(()) } else { self.inner.copy(batch) };
+        if failed || result.is_err() {
+            both.blocks.clear();
+            both.copied = Some(Copied { ticket, result: result.clone(), begun: Vec::new() });
         }
-        both.blocks.clear();
-        both.copied = Some(Copied { ticket, result: Ok(()), begun: Vec::new() });
-        Ok(())
+        result
     }
 }
 
@@ -89,14 +84,14 @@ impl Device for Sending {
             self.inner.copy(batch)?;
         }
         self.sending.insert(ticket, both);
-        lock(&self.desk.state).sends.push(Outbound { ticket, parcel, to, at, offset, keep });
-        self.desk.orders.notify();
+        lock(&self.shared.state).sends.push(Outbound { ticket, parcel, to, at, offset, keep });
+        self.shared.orders.notify();
         Ok(())
     }
 
     fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
-        self.desk.copies.clear();
-        let sent = std::mem::take(&mut lock(&self.desk.state).copied);
+        self.shared.copies.clear();
+        let sent = std::mem::take(&mut lock(&self.shared.state).copied);
         let mut outcome = Ok(());
         let mut ended: Vec<Ticket> = sent.iter().map(|sent| sent.ticket).collect();
         for sent in sent {

@@ -1,10 +1,10 @@
 //! The thread that serves all connections of one rank: bytes in both directions, and who is alive.
 
 use super::calls::{later, Spans};
-use super::desk::{Desk, OnDesk, Outbound, Over, Placed, STEPS};
 use super::device::Sending;
 use super::mesh::{Mesh, Pair};
 use super::pulse::{ALIVE, WORD};
+use super::shared::{Outbound, Over, PeersShared, PeersState, Placed, STEPS};
 use super::source::Receiving;
 use super::watch::{Heard, PeerWatch};
 use crate::device::{Copied, Device};
@@ -50,7 +50,7 @@ pub(crate) struct Peers {
     rank: u32,
     /// How many other ranks there are.
     others: usize,
-    desk: Arc<Desk>,
+    shared: Arc<PeersShared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -58,23 +58,23 @@ impl Peers {
     /// Begins to serve the connections. `silence`: a rank that says nothing for so long is dead; `patience`: how long its first
     /// word may take.
     pub(crate) fn start(mesh: Mesh, rows: RowsOf, silence: Duration, patience: Duration) -> Result<Peers> {
-        let desk = Arc::new(Desk {
-            state: Mutex::new(OnDesk::default()),
+        let shared = Arc::new(PeersShared {
+            state: Mutex::new(PeersState::default()),
             changed: Condvar::new(),
             orders: Wake::new()?,
             reads: Wake::new()?,
             copies: Wake::new()?,
         });
         let (rank, others) = (mesh.rank, mesh.members() - 1);
-        let serving = Serving::new(mesh, rows, (silence, patience), desk.clone());
+        let serving = Serving::new(mesh, rows, (silence, patience), shared.clone());
         let thread = Builder::new().name("penstock-peers".to_owned()).spawn(move || serving.run());
         let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
-        Ok(Peers { rank, others, desk, thread: Mutex::new(Some(thread)) })
+        Ok(Peers { rank, others, shared, thread: Mutex::new(Some(thread)) })
     }
 
     /// A source of the bytes that other ranks read for this one. `parcels`: the parcel of each ticket.
     pub(crate) fn source(&self, parcels: Arc<[Option<u32>]>) -> Box<dyn Source> {
-        Box::new(Receiving::new(self.desk.clone(), parcels))
+        Box::new(Receiving::new(self.shared.clone(), parcels))
     }
 
     /// The device, which now sends parcels to other ranks too. `sends`: for each ticket, the parcel, the offset in the file at
@@ -85,32 +85,32 @@ impl Peers {
         sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
         rearranges: bool,
     ) -> Result<Box<dyn Device>> {
-        Ok(Box::new(Sending::new(self.desk.clone(), inner, sends, rearranges)?))
+        Ok(Box::new(Sending::new(self.shared.clone(), inner, sends, rearranges)?))
     }
 
     /// Tells the others that this rank's load has failed.
     pub(crate) fn fail(&self, error: &Error) {
         let culprit = error.peer().map_or(self.rank, |peer| peer.0);
         let text = if error.peer().is_some() { error.message().to_owned() } else { error.to_string() };
-        let mut state = lock(&self.desk.state);
+        let mut state = lock(&self.shared.state);
         // Also after this rank had everything: the others may not.
         if !matches!(state.over, Some(Over::Failed(..))) {
             state.over = Some(Over::Failed(culprit, text));
         }
         drop(state);
-        self.desk.orders.notify();
+        self.shared.orders.notify();
     }
 
     /// Tells the others how long a step took this rank.
     pub(crate) fn say_took(&self, step: u8, nanoseconds: u64) {
-        lock(&self.desk.state).took.push((step, nanoseconds));
-        self.desk.orders.notify();
+        lock(&self.shared.state).took.push((step, nanoseconds));
+        self.shared.orders.notify();
     }
 
     /// The longest time that a step took one of the other ranks, when all of them have said so. The source of what they read
     /// wakes its driver then.
     pub(crate) fn took(&self, step: u8) -> Option<u64> {
-        let (said, longest) = *lock(&self.desk.state).others_took.get(usize::from(step))?;
+        let (said, longest) = *lock(&self.shared.state).others_took.get(usize::from(step))?;
         (said == self.others).then_some(longest)
     }
 
@@ -119,9 +119,9 @@ impl Peers {
     /// # Errors
     /// `Peer`, and `Cancelled` if `go_on`, which is asked every 50 ms, says no.
     pub(crate) fn part(&self, mut go_on: impl FnMut() -> bool) -> Result<()> {
-        let mut state = lock(&self.desk.state);
+        let mut state = lock(&self.shared.state);
         state.over.get_or_insert(Over::Complete);
-        self.desk.orders.notify();
+        self.shared.orders.notify();
         loop {
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
@@ -132,14 +132,14 @@ impl Peers {
             if state.ended {
                 return Err(Error::new(ErrorKind::Internal, "the connections to other ranks were closed early"));
             }
-            let waited = self.desk.changed.wait_timeout(state, Duration::from_millis(50));
+            let waited = self.shared.changed.wait_timeout(state, Duration::from_millis(50));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             if !state.parted && state.failure.is_none() {
                 drop(state);
                 if !go_on() {
                     return Err(Error::new(ErrorKind::Cancelled, "the load was cancelled"));
                 }
-                state = lock(&self.desk.state);
+                state = lock(&self.shared.state);
             }
         }
     }
@@ -171,10 +171,9 @@ struct Peer {
 /// A parcel on its way to one rank.
 struct Outgoing {
     ticket: Ticket,
-    header: Box<[u8; HEADER]>,
+    /// The memory of its first place.
+    _header: Box<[u8; HEADER]>,
     places: Spans,
-    /// Its header's number of bytes was counted, and its first place is the header.
-    nbytes: u64,
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
@@ -192,7 +191,7 @@ struct Serving {
     /// The state of the peers, by the same numbers.
     watch: PeerWatch,
     rows: RowsOf,
-    desk: Arc<Desk>,
+    shared: Arc<PeersShared>,
     /// Parcels whose sending has to be prepared.
     unsent: VecDeque<Outbound>,
     awaited: HashMap<u32, Awaited>,
@@ -206,7 +205,7 @@ struct Serving {
 }
 
 impl Serving {
-    fn new(mesh: Mesh, rows: RowsOf, (silence, patience): (Duration, Duration), desk: Arc<Desk>) -> Serving {
+    fn new(mesh: Mesh, rows: RowsOf, (silence, patience): (Duration, Duration), shared: Arc<PeersShared>) -> Serving {
         let now = Instant::now();
         let (mut peers, mut others) = (Vec::new(), Vec::new());
         for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts) {
@@ -219,7 +218,7 @@ impl Serving {
             peers,
             watch: PeerWatch::new(mesh.rank, others, (silence, patience), now),
             rows,
-            desk,
+            shared,
             unsent: VecDeque::new(),
             awaited: HashMap::new(),
             parcel_of: HashMap::new(),
@@ -232,7 +231,7 @@ impl Serving {
     }
 
     fn run(mut self) {
-        let desk = self.desk.clone();
+        let shared = self.shared.clone();
         let outcome = guarded("penstock-peers", || {
             self.say_all(ALIVE, &[]);
             while self.turn() {
@@ -245,8 +244,8 @@ impl Serving {
         }
         // Connections are closed and memory is let go before anybody is told.
         drop(self);
-        lock(&desk.state).ended = true;
-        desk.changed.notify_all();
+        lock(&shared.state).ended = true;
+        shared.changed.notify_all();
     }
 
     /// Everything that can be done now, then a wait. False: this rank's load is over, and all that was to say is said.
@@ -273,8 +272,8 @@ impl Serving {
         let parted = self.watch.all_complete() && self.peers.iter().all(|peer| peer.said.is_empty());
         self.tell();
         if parted && self.failure.is_none() {
-            lock(&self.desk.state).parted = true;
-            self.desk.changed.notify_all();
+            lock(&self.shared.state).parted = true;
+            self.shared.changed.notify_all();
             self.hear_out(None);
             return false;
         }
@@ -282,17 +281,13 @@ impl Serving {
     }
 
     fn take_orders(&mut self) -> Option<Over> {
-        self.desk.orders.clear();
-        let desk = self.desk.clone();
-        let mut state = lock(&desk.state);
+        self.shared.orders.clear();
+        let shared = self.shared.clone();
+        let mut state = lock(&shared.state);
         let (reads, landed) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.landed));
         let (sends, cancelled) = (std::mem::take(&mut state.sends), std::mem::take(&mut state.cancelled));
         let took = std::mem::take(&mut state.took);
-        let over = match &state.over {
-            Some(Over::Complete) => Some(Over::Complete),
-            Some(Over::Failed(culprit, text)) => Some(Over::Failed(*culprit, text.clone())),
-            None => None,
-        };
+        let over = state.over.clone();
         drop(state);
         for (step, nanoseconds) in took {
             let mut said = vec![step];
@@ -300,10 +295,7 @@ impl Serving {
             self.say_all(TOOK, &said);
         }
         for (parcel, mut read) in reads {
-            let places = match std::mem::replace(&mut read.into, Destination::OnArrival) {
-                Destination::OnArrival => None,
-                into => places(into, read.len),
-            };
+            let places = places(std::mem::replace(&mut read.into, Destination::OnArrival), read.len);
             self.parcel_of.insert(read.ticket, parcel);
             let left = read.len;
             self.awaited.insert(parcel, Awaited { read, places, left, arrived: false });
@@ -347,7 +339,7 @@ impl Serving {
             let rows = rows.map(move |(at, len)| (slab.wrapping_add((at - offset) as usize), len as usize));
             let places = Spans::new(std::iter::once(first).chain(rows));
             let (ticket, _keep) = (send.ticket, send.keep.clone());
-            self.peers[at].out.push_back(Outgoing { ticket, header, places, nbytes, _keep });
+            self.peers[at].out.push_back(Outgoing { ticket, _header: header, places, _keep });
             count += 1;
         }
         match count {
@@ -364,7 +356,7 @@ impl Serving {
             pause = Duration::ZERO;
         }
         let quiet = self.failure.is_some();
-        let mut polled = vec![libc::pollfd { fd: self.desk.orders.fd(), events: libc::POLLIN, revents: 0 }];
+        let mut polled = vec![libc::pollfd { fd: self.shared.orders.fd(), events: libc::POLLIN, revents: 0 }];
         for (at, peer) in self.peers.iter().enumerate() {
             let say = if peer.said.is_empty() { 0 } else { libc::POLLOUT };
             let hear = if self.watch.is_gone(at) { 0 } else { libc::POLLIN };
@@ -421,7 +413,7 @@ impl Serving {
                 ALIVE => {}
                 COMPLETE => heard.push(Heard::Complete),
                 FAILED => {
-                    let culprit = text.get(..4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+                    let culprit = text.first_chunk().copied().map(u32::from_le_bytes);
                     let why = String::from_utf8_lossy(text.get(4..).unwrap_or_default()).into_owned();
                     heard.push(Heard::Failed(culprit, why));
                 }
@@ -436,13 +428,13 @@ impl Serving {
         }
         let gone = gone.or_else(|| garbled.then(|| "it sent an unknown message".to_owned()));
         if !took.is_empty() {
-            let mut state = lock(&self.desk.state);
+            let mut state = lock(&self.shared.state);
             for (step, nanoseconds) in took {
                 let (said, longest) = &mut state.others_took[usize::from(step)];
                 (*said, *longest) = (*said + 1, nanoseconds.max(*longest));
             }
             drop(state);
-            self.desk.reads.notify();
+            self.shared.reads.notify();
         }
         heard.extend(gone.map(Heard::Gone));
         for heard in heard {
@@ -549,7 +541,6 @@ impl Serving {
             match unsafe { first.places.send(peer.link.data.as_raw_fd()) } {
                 Ok(0) => {
                     let ticket = first.ticket;
-                    debug_assert_eq!(nbytes_in(&first.header), first.nbytes);
                     peer.out.pop_front();
                     if let Some(left) = self.sending.get_mut(&ticket) {
                         *left -= 1;
@@ -589,11 +580,11 @@ impl Serving {
         if self.failure.is_some() {
             return;
         }
-        lock(&self.desk.state).failure = Some(error.clone());
+        lock(&self.shared.state).failure = Some(error.clone());
         self.send_nothing(&error);
         self.failure = Some(error);
-        self.desk.reads.notify();
-        self.desk.changed.notify_all();
+        self.shared.reads.notify();
+        self.shared.changed.notify_all();
     }
 
     /// Nothing more is received.
@@ -625,16 +616,16 @@ impl Serving {
         if self.events.is_empty() && self.copied.is_empty() {
             return;
         }
-        let mut state = lock(&self.desk.state);
+        let mut state = lock(&self.shared.state);
         let (reads, copies) = (!self.events.is_empty(), !self.copied.is_empty());
         state.events.append(&mut self.events);
         state.copied.append(&mut self.copied);
         drop(state);
         if reads {
-            self.desk.reads.notify();
+            self.shared.reads.notify();
         }
         if copies {
-            self.desk.copies.notify();
+            self.shared.copies.notify();
         }
     }
 
@@ -681,9 +672,7 @@ fn parcel_in(header: &[u8; HEADER]) -> u32 {
 }
 
 fn nbytes_in(header: &[u8; HEADER]) -> u64 {
-    let mut bytes = [0; 8];
-    bytes.copy_from_slice(&header[8..]);
-    u64::from_le_bytes(bytes)
+    header.last_chunk().copied().map_or(0, u64::from_le_bytes)
 }
 
 /// The first word of what was heard, if it is complete.

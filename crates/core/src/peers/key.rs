@@ -48,7 +48,7 @@ impl PeerKey {
             (None, None) => Ok(None),
             (Some(_), Some(_)) => {
                 let text = format!("{KEY} and {KEY_FILE} are both set: set one of them");
-                Err(Error::new(ErrorKind::Invalid, text))
+                Err(Error::invalid(text))
             }
             (Some(secret), None) => PeerKey::new(&secret.into_vec(), KEY).map(Some),
             (None, Some(path)) => PeerKey::new(&file(&path)?, KEY_FILE).map_err(|e| e.at(&path)).map(Some),
@@ -68,15 +68,13 @@ impl PeerKey {
             _ => return Ok(PeerKey(hmac::Key::new(hmac::HMAC_SHA256, secret))),
         };
         let needs = format!("a secret has {SHORTEST} to {LONGEST} bytes (`openssl rand -hex 32` makes one)");
-        Err(Error::new(ErrorKind::Invalid, format!("{from} {wrong}: {needs}; unset it to load without one")))
+        Err(Error::invalid(format!("{from} {wrong}: {needs}; unset it to load without one")))
     }
 
     /// A code of these bytes, one after the other. `label` says what it is for: a code of one use is none of another.
     pub(super) fn code(&self, label: &str, of: &[&[u8]]) -> [u8; CODE] {
-        let mut context = hmac::Context::with_key(&self.0);
-        context.update(&together(label, of));
         let mut code = [0; CODE];
-        code.copy_from_slice(context.sign().as_ref());
+        code.copy_from_slice(hmac::sign(&self.0, &together(label, of)).as_ref());
         code
     }
 

@@ -1,10 +1,10 @@
 //! Whether the other ranks are there while no load of them is under way: between two loads, and before the first.
 //!
-//! Each rank answers ([`Pulse`]) and asks the others ([`Pulses`]) on threads of its own, whatever its program does meanwhile.
+//! Each rank answers ([`Pulse`]) and asks the others ([`Prober`]) on threads of its own, whatever its program does meanwhile.
 
 use super::key::Pass;
 use super::place::ListenAt;
-use super::pulse::{Pulse, Pulses, Reachable};
+use super::pulse::{Prober, Pulse, Reachable};
 use crate::error::{Error, Result};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
@@ -23,14 +23,14 @@ const FOR_EACH: Duration = Duration::from_millis(8);
 pub struct Lookout {
     pulse: Pulse,
     pass: Pass,
-    shared: Arc<OnLookout>,
+    shared: Arc<LookoutShared>,
     thread: Option<JoinHandle<()>>,
     /// In a forked child it is the parent's: their eventfd is the same.
     process: u32,
 }
 
 #[derive(Debug)]
-struct OnLookout {
+struct LookoutShared {
     over: Wake,
     lost: Mutex<Option<Error>>,
 }
@@ -41,7 +41,7 @@ impl Lookout {
     /// # Errors
     /// `Limit`: the ports of the range are taken. `Invalid`: this machine has no such address. Otherwise what the kernel says.
     pub fn new(place: ListenAt, pass: Pass) -> Result<Lookout> {
-        let shared = Arc::new(OnLookout { over: Wake::new()?, lost: Mutex::new(None) });
+        let shared = Arc::new(LookoutShared { over: Wake::new()?, lost: Mutex::new(None) });
         let pulse = Pulse::start(place, &pass)?;
         Ok(Lookout { pulse, pass, shared, thread: None, process: std::process::id() })
     }
@@ -57,7 +57,7 @@ impl Lookout {
     /// # Errors
     /// There can be no more threads.
     pub fn watch(&mut self, pulses: &[Reachable], silence: Duration) -> Result<()> {
-        let mut asked = Pulses::forgiving(pulses, &self.pass, silence, FOR_EACH * pulses.len() as u32);
+        let mut prober = Prober::new(pulses, &self.pass, silence, Some(FOR_EACH * pulses.len() as u32));
         let others: Vec<u32> = (0..pulses.len() as u32).filter(|other| *other != self.pass.rank).collect();
         let shared = self.shared.clone();
         let thread = Builder::new().name("penstock-lookout".to_owned());
@@ -65,7 +65,7 @@ impl Lookout {
             let looked = guarded("penstock-lookout", || {
                 while !shared.over.wait(LOOK) {
                     step("penstock-lookout");
-                    asked.look(&others)?;
+                    prober.look(&others)?;
                 }
                 Ok(())
             });

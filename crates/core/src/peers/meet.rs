@@ -7,9 +7,10 @@ use super::handshake::{Handshake, HandshakeStep, Purpose, Rejection};
 use super::key::Pass;
 use super::watch::peer_error;
 use crate::error::{Error, ErrorKind, Result};
+use crate::source::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 /// The longest wait before a rank asks whether to go on.
@@ -42,7 +43,7 @@ pub(super) struct Meeting<'a> {
 type Connections = Vec<Vec<Option<TcpStream>>>;
 
 /// A connection that nothing is known of yet.
-struct Unknown {
+struct PendingConnection {
     stream: TcpStream,
     handshake: Handshake,
     /// The rank and the kind that were called.
@@ -52,8 +53,8 @@ struct Unknown {
     calls: u32,
 }
 
-/// The state of an unknown connection.
-enum Came {
+/// The state of a pending connection.
+enum PendingState {
     Nothing,
     Met(u32, Purpose),
     /// It was closed, or something went wrong.
@@ -77,12 +78,12 @@ impl Meeting<'_> {
         let patience = self.patience.min(Duration::from_secs(86_400));
         let until = Instant::now() + patience;
         let mut found: Connections = self.addresses.iter().map(|_| self.kinds.iter().map(|_| None).collect()).collect();
-        let mut unknown: Vec<Unknown> = Vec::new();
+        let mut pending: Vec<PendingConnection> = Vec::new();
         for (peer, address) in (0..self.me.rank).zip(self.addresses) {
             let Some(address) = *address else { continue };
             for &kind in self.kinds {
                 let stream = self.call(peer, address, until, &mut go_on, &mut look)?;
-                unknown.push(self.greet(stream, peer, kind, 1)?);
+                pending.push(self.greet(stream, peer, kind, 1)?);
             }
         }
         // A rank that is not there may have met everybody before: what it has said then is heard first.
@@ -98,35 +99,36 @@ impl Meeting<'_> {
             if Instant::now() >= until {
                 return Err(self.late(first, &awaited, patience, odd));
             }
-            wait(self.listener, &unknown);
+            let fds = pending.iter().map(|one| one.stream.as_raw_fd()).chain([self.listener.as_raw_fd()]);
+            wait_readable(fds, Some(LOOK));
             lost = match look(&awaited) {
                 Ok(_) => None,
                 Err(error) => Some((error.peer().map(|peer| peer.0).ok_or_else(|| error.clone())?, error)),
             };
-            if let Some(why) = self.accept(&mut unknown) {
+            if let Some(why) = self.accept(&mut pending) {
                 odd = Some(format!("no connection can be taken: {why}"));
                 std::thread::sleep(LOOK);
             }
             let mut at = 0;
-            while at < unknown.len() {
-                match unknown[at].hear(self.me)? {
-                    Came::Nothing => at += 1,
-                    Came::Met(peer, kind) => {
-                        let Unknown { stream, called, .. } = unknown.swap_remove(at);
+            while at < pending.len() {
+                match pending[at].hear(self.me)? {
+                    PendingState::Nothing => at += 1,
+                    PendingState::Met(peer, kind) => {
+                        let PendingConnection { stream, called, .. } = pending.swap_remove(at);
                         if called.is_some() || peer > self.me.rank {
                             self.keep(&mut found, peer, kind, stream);
                         }
                     }
                     came => {
-                        let one = unknown.swap_remove(at);
+                        let one = pending.swap_remove(at);
                         if let Some(again) = self.refused(one, came, until, &mut odd, &mut go_on, &mut look)? {
-                            unknown.push(again);
+                            pending.push(again);
                         }
                     }
                 }
             }
             // After all have been heard: a rank that has said everything counts itself as met.
-            self.make_room(&mut unknown);
+            self.make_room(&mut pending);
         }
         Ok(found.into_iter().map(|streams| streams.into_iter().flatten().collect()).collect())
     }
@@ -161,7 +163,7 @@ impl Meeting<'_> {
 
     /// Takes connections that were made to this rank. Gives the reason if the kernel gives none (too few descriptors): they
     /// stay in its queue, and `poll` would return at once.
-    fn accept(&self, unknown: &mut Vec<Unknown>) -> Option<std::io::Error> {
+    fn accept(&self, pending: &mut Vec<PendingConnection>) -> Option<std::io::Error> {
         // Not all at once: they are not to use up descriptors.
         for _ in 0..self.most_strangers() {
             let stream = match self.listener.accept() {
@@ -172,7 +174,7 @@ impl Meeting<'_> {
             };
             if ready(&stream).is_ok() {
                 let (handshake, since) = (Handshake::answer(), Instant::now());
-                unknown.push(Unknown { stream, handshake, called: None, since, calls: 0 });
+                pending.push(PendingConnection { stream, handshake, called: None, since, calls: 0 });
             }
         }
         None
@@ -183,12 +185,12 @@ impl Meeting<'_> {
     }
 
     /// Closes connections that have not said everything in time, or are too many: first those that have said least.
-    fn make_room(&self, unknown: &mut Vec<Unknown>) {
-        unknown.retain(|one| one.called.is_some() || one.since.elapsed() < GREETED);
-        let strangers = unknown.iter().filter(|one| one.called.is_none()).count();
+    fn make_room(&self, pending: &mut Vec<PendingConnection>) {
+        pending.retain(|one| one.called.is_some() || one.since.elapsed() < GREETED);
+        let strangers = pending.iter().filter(|one| one.called.is_none()).count();
         let mut too_many = strangers.saturating_sub(self.most_strangers());
         for answered in [false, true] {
-            unknown.retain(|one| {
+            pending.retain(|one| {
                 let goes = too_many > 0 && one.called.is_none() && one.handshake.is_answered() == answered;
                 too_many -= usize::from(goes);
                 !goes
@@ -199,15 +201,15 @@ impl Meeting<'_> {
     /// Handles a connection that has failed. Gives another one in its place, if there is to be one.
     fn refused(
         &self,
-        one: Unknown,
-        came: Came,
+        one: PendingConnection,
+        came: PendingState,
         until: Instant,
         odd: &mut Option<String>,
         go_on: &mut impl FnMut() -> bool,
         look: &mut impl FnMut(&[u32]) -> Result<bool>,
-    ) -> Result<Option<Unknown>> {
+    ) -> Result<Option<PendingConnection>> {
         let Some((peer, kind)) = one.called else {
-            if let (Came::Refused(why), Ok(from)) = (&came, one.stream.peer_addr()) {
+            if let (PendingState::Refused(why), Ok(from)) = (&came, one.stream.peer_addr()) {
                 if why.is_of_key() {
                     *odd = Some(format!("a connection from {} was refused: {}", from.ip(), why.text()));
                 }
@@ -216,27 +218,27 @@ impl Meeting<'_> {
         };
         asked(go_on)?; // it may have said why
         let why = match came {
-            Came::Closed(_) if one.handshake.is_silent() && one.calls < AGAIN => {
+            PendingState::Closed(_) if one.handshake.is_silent() && one.calls < AGAIN => {
                 if let Some(address) = self.addresses[peer as usize] {
                     let stream = self.call(peer, address, until, go_on, look)?;
                     return self.greet(stream, peer, kind, one.calls + 1).map(Some);
                 }
                 "it closed the connection".to_owned()
             }
-            Came::Closed(why) => why,
-            Came::Refused(why) => why.text(),
-            Came::Nothing | Came::Met(..) => return Ok(None),
+            PendingState::Closed(why) => why,
+            PendingState::Refused(why) => why.text(),
+            PendingState::Nothing | PendingState::Met(..) => return Ok(None),
         };
         let why = format!("did not join this load: {why}");
         Err(peer_error(peer, &self.host(peer), &why).because(why))
     }
 
     /// Says what this rank is, on a connection that it has made.
-    fn greet(&self, stream: TcpStream, peer: u32, kind: Purpose, calls: u32) -> Result<Unknown> {
+    fn greet(&self, stream: TcpStream, peer: u32, kind: Purpose, calls: u32) -> Result<PendingConnection> {
         let (handshake, hello) = Handshake::call(self.me, peer, kind)?;
         // It always fits into an empty buffer of the kernel. If the other end is gone, that is heard.
         let _heard_later = (&stream).write_all(&hello);
-        Ok(Unknown { stream, handshake, called: Some((peer, kind)), since: Instant::now(), calls })
+        Ok(PendingConnection { stream, handshake, called: Some((peer, kind)), since: Instant::now(), calls })
     }
 
     /// Connects to a rank that listens. One try may not be enough: the rank's accept queue may be full (128 connections, the default
@@ -284,33 +286,33 @@ impl Meeting<'_> {
     }
 }
 
-impl Unknown {
-    fn hear(&mut self, me: &Pass) -> Result<Came> {
+impl PendingConnection {
+    fn hear(&mut self, me: &Pass) -> Result<PendingState> {
         let mut bytes = [0; 256];
         loop {
             let most = self.handshake.awaits(me).min(bytes.len());
             let heard = match (&self.stream).read(&mut bytes[..most]) {
-                Ok(0) => return Ok(Came::Closed("it closed the connection".to_owned())),
+                Ok(0) => return Ok(PendingState::Closed("it closed the connection".to_owned())),
                 Ok(n) => self.handshake.hear(me, &bytes[..n])?,
-                Err(e) if e.kind() == Why::WouldBlock => return Ok(Came::Nothing),
+                Err(e) if e.kind() == Why::WouldBlock => return Ok(PendingState::Nothing),
                 Err(e) if e.kind() == Why::Interrupted => continue,
-                Err(e) => return Ok(Came::Closed(e.to_string())),
+                Err(e) => return Ok(PendingState::Closed(e.to_string())),
             };
             let (said, came) = match heard {
                 HandshakeStep::More => continue,
                 HandshakeStep::Say(said) => (said, None),
-                HandshakeStep::Met(peer, kind, said) => (said, Some(Came::Met(peer, kind))),
-                HandshakeStep::Refused(why) => return Ok(Came::Refused(why)),
+                HandshakeStep::Met(peer, kind, said) => (said, Some(PendingState::Met(peer, kind))),
+                HandshakeStep::Refused(why) => return Ok(PendingState::Refused(why)),
             };
             // Few bytes, which fit into an empty buffer of the kernel.
             if let Err(e) = (&self.stream).write_all(&said) {
-                return Ok(Came::Closed(e.to_string()));
+                return Ok(PendingState::Closed(e.to_string()));
             }
             if let Some(came) = came {
                 return Ok(came);
             }
             if let Some(why) = self.handshake.ended() {
-                return Ok(Came::Refused(why));
+                return Ok(PendingState::Refused(why));
             }
         }
     }
@@ -326,15 +328,6 @@ fn asked(go_on: &mut impl FnMut() -> bool) -> Result<()> {
 fn ready(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_nonblocking(true)
-}
-
-/// Waits until somebody comes or speaks, 50 ms at most.
-fn wait(listener: &TcpListener, unknown: &[Unknown]) {
-    let fds = unknown.iter().map(|one| one.stream.as_raw_fd()).chain([listener.as_raw_fd()]);
-    let mut polled: Vec<libc::pollfd> =
-        fds.map(|fd: RawFd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-    // SAFETY: as many entries as the count says.
-    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, LOOK.as_millis() as i32) };
 }
 
 #[cfg(all(test, not(loom)))]

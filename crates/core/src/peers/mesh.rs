@@ -4,7 +4,7 @@ use super::handshake::Purpose;
 use super::key::Pass;
 use super::meet::Meeting;
 use super::place::{address_of, ListenAt};
-use super::pulse::{Pulse, Pulses, Reachable};
+use super::pulse::{Prober, Pulse, Reachable};
 use crate::error::Result;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
@@ -18,7 +18,7 @@ pub struct Seat {
     listener: TcpListener,
     pulse: Pulse,
     /// The questions to the other ranks.
-    pulses: Option<Pulses>,
+    prober: Option<Prober>,
     silence: Duration,
     pass: Pass,
 }
@@ -67,7 +67,7 @@ impl Seat {
     pub fn new(place: ListenAt, pass: Pass) -> Result<Seat> {
         let listener = place.listen()?;
         let pulse = Pulse::start(place, &pass)?;
-        Ok(Seat { listener, pulse, pulses: None, silence: SILENCE, pass })
+        Ok(Seat { listener, pulse, prober: None, silence: SILENCE, pass })
     }
 
     /// This rank.
@@ -91,7 +91,7 @@ impl Seat {
     /// Watches the other ranks from now on: `pulses` are those of all. One that does not answer for `silence` was stopped.
     pub fn watch(&mut self, pulses: &[Reachable], silence: Duration) {
         self.silence = silence;
-        self.pulses = Some(Pulses::new(pulses, &self.pass, silence));
+        self.prober = Some(Prober::new(pulses, &self.pass, silence, None));
     }
 
     /// Whether these ranks, which this one waits for, are there. To be asked every 50 ms or so; asks nobody unless ranks are
@@ -100,7 +100,7 @@ impl Seat {
     /// # Errors
     /// `Peer`: one of them is gone, or was stopped. One that has failed is gone too.
     pub fn look(&mut self, ranks: &[u32]) -> Result<()> {
-        self.pulses.as_mut().map_or(Ok(()), |pulses| pulses.look(ranks))
+        self.prober.as_mut().map_or(Ok(()), |prober| prober.look(ranks))
     }
 
     /// Connects to all others: `addresses` are those of all ranks (`None`: it is no member, and nothing to this one), and `token`
@@ -116,13 +116,13 @@ impl Seat {
         patience: Duration,
         go_on: impl FnMut() -> bool,
     ) -> Result<Mesh> {
-        let Seat { listener, pulse, mut pulses, silence, pass } = self;
+        let Seat { listener, pulse, mut prober, silence, pass } = self;
         let me = Pass { token, ..pass };
         let kinds = &[Purpose::Data, Purpose::Control];
         let meeting = Meeting { listener: &listener, me: &me, kinds, addresses, patience, silence };
         let found = meeting.connect(go_on, |awaited| {
             pulse.check()?;
-            pulses.as_mut().map_or(Ok(false), |pulses| pulses.are_there(awaited))
+            prober.as_mut().map_or(Ok(false), |prober| prober.are_there(awaited))
         })?;
         let pair = |streams: Vec<TcpStream>| {
             let mut streams = streams.into_iter();

@@ -10,7 +10,6 @@
 //! others: [`Peers::source`], [`Peers::device`].
 
 mod calls;
-mod desk;
 mod device;
 mod exchange;
 mod handshake;
@@ -20,15 +19,16 @@ mod meet;
 mod mesh;
 mod place;
 mod pulse;
+mod shared;
 mod source;
 mod standing;
 pub(crate) mod watch;
 
-pub(crate) use desk::STEPS;
 pub(crate) use exchange::{Peers, RowsToSend};
 pub use key::{Pass, PeerKey};
 pub use lookout::Lookout;
 pub use mesh::{Mesh, Seat};
 pub use place::{bound, ListenAt};
 pub use pulse::Reachable;
+pub(crate) use shared::STEPS;
 pub use standing::StandingLinks;

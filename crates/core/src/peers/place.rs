@@ -52,7 +52,7 @@ impl ListenAt {
                 Err(e) if e.kind() == Why::AddrInUse => {}
                 Err(e) if e.kind() == Why::PermissionDenied => {
                     let text = format!("ports={range}: this process may not listen at port {port}: {e}");
-                    return Err(Error::new(ErrorKind::Permission, text));
+                    return Err(Error::permission(text));
                 }
                 Err(e) => return Err(refused(at, &e)),
             }
@@ -73,10 +73,7 @@ pub(super) fn address_of(listener: &TcpListener) -> Result<SocketAddr> {
 
 fn refused(at: IpAddr, why: &std::io::Error) -> Error {
     if why.kind() == Why::AddrNotAvailable {
-        return Error::new(
-            ErrorKind::Invalid,
-            format!("bind={at}: this machine does not have this address; {}", has()),
-        );
+        return Error::invalid(format!("bind={at}: this machine does not have this address; {}", has()));
     }
     Error::io(&format!("listen at {at} for other ranks"), why)
 }
@@ -92,12 +89,8 @@ pub fn bound(bind: &Bind) -> Result<Option<IpAddr>> {
         Bind::Interface(name) => {
             let found = addresses()?;
             let best = found.iter().filter(|(of, _)| of == name).min_by_key(|(_, address)| address.is_ipv6());
-            let none = || {
-                Error::new(
-                    ErrorKind::Invalid,
-                    format!("{name:?} is no interface of this machine with an address; {}", has()),
-                )
-            };
+            let none =
+                || Error::invalid(format!("{name:?} is no interface of this machine with an address; {}", has()));
             best.map(|(_, address)| Some(*address)).ok_or_else(none)
         }
     }

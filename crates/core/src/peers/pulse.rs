@@ -2,7 +2,7 @@
 //! stopped.
 //!
 //! A rank that has told the others its address has a [`Pulse`]: a thread that answers each connection. A rank that waits for
-//! another one asks it now and then ([`Pulses`]): a process that is gone refuses, and one that was stopped does not answer.
+//! another one asks it now and then ([`Prober`]): a process that is gone refuses, and one that was stopped does not answer.
 //! Who is asked says first which rank it is, by bytes that only those know who have read them in the store: a port may have gone
 //! to another program. Ranks with a key then prove to each other that they have it, as in [`handshake`](super::handshake).
 //!
@@ -12,6 +12,7 @@ use super::key::{digest, nonce, Pass, PeerKey, CODE, KEY, NONCE};
 use super::place::{address_of, ListenAt};
 use super::watch::peer_error;
 use crate::error::{Error, Result};
+use crate::source::wait_readable;
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
 use crate::wake::Wake;
@@ -49,14 +50,14 @@ const PROVEN: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct Pulse {
     address: SocketAddr,
-    beating: Arc<Beating>,
+    shared: Arc<PulseShared>,
     thread: Option<JoinHandle<()>>,
     /// In a forked child it is the parent's: their eventfd is the same.
     process: u32,
 }
 
 #[derive(Debug)]
-struct Beating {
+struct PulseShared {
     over: Wake,
     /// Connections on which to say that this rank is alive.
     said_on: Mutex<Vec<TcpStream>>,
@@ -81,8 +82,8 @@ impl Pulse {
         let address = address_of(&listener)?;
         let said_on = Mutex::new(Vec::new());
         let (over, pass) = (Wake::new()?, pass.clone());
-        let beating = Arc::new(Beating { over, said_on, failed: Mutex::new(None), pass });
-        let its = beating.clone();
+        let shared = Arc::new(PulseShared { over, said_on, failed: Mutex::new(None), pass });
+        let its = shared.clone();
         let thread = Builder::new().name("penstock-pulse".to_owned()).spawn(move || {
             // Without the listener other ranks are refused: to them this one is gone.
             if let Err(e) = guarded("penstock-pulse", || its.run(&listener)).and_then(|ran| ran) {
@@ -90,7 +91,7 @@ impl Pulse {
             }
         });
         let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
-        Ok(Pulse { address, beating, thread: Some(thread), process: std::process::id() })
+        Ok(Pulse { address, shared, thread: Some(thread), process: std::process::id() })
     }
 
     pub(super) fn address(&self) -> SocketAddr {
@@ -102,7 +103,7 @@ impl Pulse {
     /// # Errors
     /// `Internal`: its thread has panicked.
     pub(super) fn check(&self) -> Result<()> {
-        lock(&self.beating.failed).clone().map_or(Ok(()), Err)
+        lock(&self.shared.failed).clone().map_or(Ok(()), Err)
     }
 
     /// Says from now on that this rank is alive, on these connections. The exchange, which is to come, says it there too.
@@ -110,7 +111,7 @@ impl Pulse {
         let connections = connections.map(TcpStream::try_clone).collect::<std::io::Result<Vec<TcpStream>>>();
         let connections = connections.map_err(|e| Error::io("keep a connection", &e))?;
         connections.iter().for_each(alive);
-        *lock(&self.beating.said_on) = connections;
+        *lock(&self.shared.said_on) = connections;
         Ok(())
     }
 }
@@ -121,14 +122,14 @@ impl Drop for Pulse {
             std::mem::forget(self.thread.take());
             return;
         }
-        self.beating.over.notify();
+        self.shared.over.notify();
         if let Some(thread) = self.thread.take() {
             let _nobody_was_told = thread.join();
         }
     }
 }
 
-impl Beating {
+impl PulseShared {
     fn run(&self, listener: &TcpListener) -> Result<()> {
         let mut spoken = Instant::now();
         let mut strangers: Vec<Stranger> = Vec::new();
@@ -136,16 +137,13 @@ impl Beating {
             step("penstock-pulse");
             let fds = [self.over.fd(), listener.as_raw_fd()].into_iter();
             let fds = fds.chain(strangers.iter().map(|stranger| stranger.stream.as_raw_fd()));
-            let mut polled: Vec<libc::pollfd> =
-                fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-            // SAFETY: as many entries as the count says.
-            unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, BEAT.as_millis() as i32) };
-            if polled[0].revents != 0 {
+            let readable = wait_readable(fds, Some(BEAT));
+            if readable[0] {
                 return Ok(());
             }
             if let Ok((stream, _)) = listener.accept() {
                 strangers.extend(self.greet(stream)?);
-            } else if polled[1].revents != 0 {
+            } else if readable[1] {
                 // No descriptors are left, or the like: it passes
                 std::thread::sleep(BEAT);
             }
@@ -220,8 +218,8 @@ pub type Reachable = (SocketAddr, [u8; 16]);
 
 /// Asks other ranks whether they are there.
 #[derive(Debug)]
-pub(super) struct Pulses {
-    of: Vec<Inquiry>,
+pub(super) struct Prober {
+    of: Vec<Probe>,
     silence: Duration,
     /// From one question to the next.
     every: Duration,
@@ -235,7 +233,7 @@ pub(super) struct Pulses {
 }
 
 #[derive(Debug)]
-struct Inquiry {
+struct Probe {
     address: SocketAddr,
     /// The id in its first message.
     id: [u8; 16],
@@ -245,7 +243,7 @@ struct Inquiry {
     looked: Instant,
     next: Instant,
     /// Where its answer comes.
-    answer: Option<Hearing>,
+    answer: Option<ProbeAnswer>,
     /// True if its host accepted the last connection.
     reached: bool,
     /// True if its last answer did not prove its key.
@@ -258,7 +256,7 @@ struct Inquiry {
 
 /// The bytes of an answer so far.
 #[derive(Debug)]
-struct Hearing {
+struct ProbeAnswer {
     stream: TcpStream,
     hello: [u8; HELLO],
     /// The random number that its proof must cover, once it was asked.
@@ -268,7 +266,7 @@ struct Hearing {
 }
 
 /// The result of a look at an answer.
-enum Hears {
+enum ProbeOutcome {
     Nothing,
     Alive,
     /// It was closed, or broken: it is asked again.
@@ -279,34 +277,34 @@ enum Hears {
     Doubtful,
 }
 
-impl Hearing {
-    fn hear(&mut self, key: Option<&PeerKey>, ranks: (u32, u32), id: &[u8; 16]) -> Hears {
+impl ProbeAnswer {
+    fn hear(&mut self, key: Option<&PeerKey>, ranks: (u32, u32), id: &[u8; 16]) -> ProbeOutcome {
         loop {
             let into = if self.awaited.is_some() { &mut self.proof[self.have..] } else { &mut self.hello[self.have..] };
             let left = into.len();
             match self.stream.read(into) {
-                Ok(0) => return if self.awaited.is_some() { Hears::Doubtful } else { Hears::Lost },
+                Ok(0) => return if self.awaited.is_some() { ProbeOutcome::Doubtful } else { ProbeOutcome::Lost },
                 Ok(more) if more < left => {
                     self.have += more;
                     continue;
                 }
                 Ok(_) => {}
                 Err(e) if e.kind() == Why::Interrupted => continue,
-                Err(e) if e.kind() == Why::WouldBlock => return Hears::Nothing,
-                Err(_) => return Hears::Lost,
+                Err(e) if e.kind() == Why::WouldBlock => return ProbeOutcome::Nothing,
+                Err(_) => return ProbeOutcome::Lost,
             }
             let from = ranks.0.to_le_bytes();
             match (key, &self.awaited) {
                 (Some(key), Some(mine)) => {
                     let is_it = key.is_code(&self.proof, IS_HERE, &[&self.hello, &from, &ranks.1.to_le_bytes(), mine]);
-                    return if is_it { Hears::Alive } else { Hears::Doubtful };
+                    return if is_it { ProbeOutcome::Alive } else { ProbeOutcome::Doubtful };
                 }
-                _ if self.hello[..8] != *MAGIC || self.hello[8..24] != *id => return Hears::Other,
-                (None, _) => return Hears::Alive,
+                _ if self.hello[..8] != *MAGIC || self.hello[8..24] != *id => return ProbeOutcome::Other,
+                (None, _) => return ProbeOutcome::Alive,
                 (Some(key), None) => {
-                    let Ok(mine) = nonce() else { return Hears::Lost };
+                    let Ok(mine) = nonce() else { return ProbeOutcome::Lost };
                     if self.stream.write_all(&question(key, ranks, &self.hello, &mine)).is_err() {
-                        return Hears::Lost;
+                        return ProbeOutcome::Lost;
                     }
                     (self.awaited, self.have) = (Some(mine), 0);
                 }
@@ -315,27 +313,19 @@ impl Hearing {
     }
 }
 
-impl Pulses {
-    /// `of`: all ranks. `silence`: one that does not answer for so long was stopped.
-    pub(super) fn new(of: &[Reachable], pass: &Pass, silence: Duration) -> Pulses {
-        Pulses::asked(of, pass, silence, EVERY.min(silence / 8), false)
-    }
-
-    /// The same for ranks that may end when they want to, each of which is asked once in `every` at most, as long as it
-    /// answers. `every` may be longer than `silence`.
-    pub(super) fn forgiving(of: &[Reachable], pass: &Pass, silence: Duration, every: Duration) -> Pulses {
-        Pulses::asked(of, pass, silence, every.max(EVERY.min(silence / 8)), true)
-    }
-
-    fn asked(of: &[Reachable], pass: &Pass, silence: Duration, every: Duration, forgiving: bool) -> Pulses {
-        let now = Instant::now();
+impl Prober {
+    /// `of`: all ranks. `silence`: one that does not answer for so long was stopped. `forgiving`: they may end when they want to,
+    /// and each is asked once in so long at most, as long as it answers. That may be longer than `silence`.
+    pub(super) fn new(of: &[Reachable], pass: &Pass, silence: Duration, forgiving: Option<Duration>) -> Prober {
+        let (now, every) = (Instant::now(), forgiving.unwrap_or_default().max(EVERY.min(silence / 8)));
         let asked = |(address, token): &Reachable| {
             let (address, id, next) = (*address, digest(token), now + every);
             let (unanswered, answer, reached, doubted, heard, ended) = (None, None, true, false, false, false);
-            Inquiry { address, id, unanswered, looked: now, next, answer, reached, doubted, heard, ended }
+            Probe { address, id, unanswered, looked: now, next, answer, reached, doubted, heard, ended }
         };
         let (rank, key) = (pass.rank, pass.key.clone());
-        Pulses { of: of.iter().map(asked).collect(), silence, every, forgiving, first: 0, rank, key }
+        let (of, forgiving) = (of.iter().map(asked).collect(), forgiving.is_some());
+        Prober { of, silence, every, forgiving, first: 0, rank, key }
     }
 
     /// Calls [`look`](Self::look), which fails if a rank has been silent for too long. Returns true if each of these ranks has
@@ -382,7 +372,7 @@ impl Pulses {
                 match TcpStream::connect_timeout(&asked.address, connected) {
                     Ok(stream) if stream.set_nonblocking(true).is_ok() => {
                         let (hello, awaited, proof, have) = ([0; HELLO], None, [0; CODE], 0);
-                        asked.answer = Some(Hearing { stream, hello, awaited, proof, have });
+                        asked.answer = Some(ProbeAnswer { stream, hello, awaited, proof, have });
                         asked.reached = true;
                     }
                     Err(e) if e.kind() == Why::ConnectionRefused && self.forgiving => {
@@ -398,16 +388,16 @@ impl Pulses {
             }
             if let Some(answer) = &mut asked.answer {
                 match answer.hear(self.key.as_ref(), (self.rank, rank), &asked.id) {
-                    Hears::Nothing => {}
-                    Hears::Alive => {
+                    ProbeOutcome::Nothing => {}
+                    ProbeOutcome::Alive => {
                         (asked.answer, asked.unanswered, asked.doubted) = (None, None, false);
                         asked.heard = true;
                     }
-                    Hears::Lost => (asked.answer, asked.next) = (None, again),
+                    ProbeOutcome::Lost => (asked.answer, asked.next) = (None, again),
                     // Its port was given to another program since.
-                    Hears::Other if self.forgiving => (asked.answer, asked.ended) = (None, true),
-                    Hears::Other => return failed("is gone: another program answers at its port".into()),
-                    Hears::Doubtful => (asked.answer, asked.next, asked.doubted) = (None, again, true),
+                    ProbeOutcome::Other if self.forgiving => (asked.answer, asked.ended) = (None, true),
+                    ProbeOutcome::Other => return failed("is gone: another program answers at its port".into()),
+                    ProbeOutcome::Doubtful => (asked.answer, asked.next, asked.doubted) = (None, again, true),
                 }
             }
             let silent = asked.unanswered.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
@@ -462,10 +452,10 @@ mod tests {
     }
 
     fn watched_by(pass: &Pass, addresses: &[SocketAddr], ranks: &[u32]) -> Option<Error> {
-        let mut pulses = Pulses::new(&ranks_at(addresses), pass, SILENCE);
+        let mut prober = Prober::new(&ranks_at(addresses), pass, SILENCE, None);
         let begun = Instant::now();
         while begun.elapsed() < SILENCE * 5 / 2 {
-            if let Err(e) = pulses.look(ranks) {
+            if let Err(e) = prober.look(ranks) {
                 return Some(e);
             }
             std::thread::sleep(Duration::from_millis(5));
@@ -536,14 +526,14 @@ mod tests {
         let (first, second) = (pulse(0, SECRET), pulse(1, SECRET));
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let addresses = [first.address(), second.address(), stopped.local_addr().unwrap()];
-        let mut pulses = Pulses::new(&ranks_at(&addresses), &pass(9, SECRET), SILENCE);
-        assert!(!pulses.are_there(&[0, 1]).unwrap(), "nobody has been asked");
+        let mut prober = Prober::new(&ranks_at(&addresses), &pass(9, SECRET), SILENCE, None);
+        assert!(!prober.are_there(&[0, 1]).unwrap(), "nobody has been asked");
         let begun = Instant::now();
-        while !pulses.are_there(&[0, 1]).unwrap() {
+        while !prober.are_there(&[0, 1]).unwrap() {
             assert!(begun.elapsed() < SILENCE * 20);
             std::thread::sleep(Duration::from_millis(5));
         }
-        assert!(!pulses.are_there(&[0, 1, 2]).unwrap());
+        assert!(!prober.are_there(&[0, 1, 2]).unwrap());
     }
 
     #[test]
@@ -558,10 +548,10 @@ mod tests {
     fn a_rank_that_answers_is_there_when_it_is_seldom_asked() {
         let rank = pulse(0, SECRET);
         let (silence, every) = (SILENCE * 2 / 3, SILENCE);
-        let mut pulses = Pulses::forgiving(&ranks_at(&[rank.address()]), &pass(1, SECRET), silence, every);
+        let mut prober = Prober::new(&ranks_at(&[rank.address()]), &pass(1, SECRET), silence, Some(every));
         let begun = Instant::now();
         while begun.elapsed() < every * 2 {
-            pulses.look(&[0]).unwrap();
+            prober.look(&[0]).unwrap();
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -571,8 +561,8 @@ mod tests {
         let stopped = TcpListener::bind((HERE, 0)).unwrap();
         let (silence, every) = (SILENCE / 4, SILENCE / 2);
         let begun = Instant::now();
-        let mut pulses = Pulses::forgiving(&ranks_at(&[stopped.local_addr().unwrap()]), &pass(1, None), silence, every);
-        while pulses.look(&[0]).is_ok() {
+        let mut prober = Prober::new(&ranks_at(&[stopped.local_addr().unwrap()]), &pass(1, None), silence, Some(every));
+        while prober.look(&[0]).is_ok() {
             assert!(begun.elapsed() < SILENCE * 10);
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -593,10 +583,10 @@ mod tests {
         let mut addresses = vec![address; 24];
         addresses.push(there.address());
         let ranks: Vec<u32> = (0..addresses.len() as u32).collect();
-        let mut pulses = Pulses::new(&ranks_at(&addresses), &pass(25, None), SILENCE);
+        let mut prober = Prober::new(&ranks_at(&addresses), &pass(25, None), SILENCE, None);
         let begun = Instant::now();
         let error = loop {
-            if let Err(e) = pulses.look(&ranks) {
+            if let Err(e) = prober.look(&ranks) {
                 break e;
             }
             assert!(begun.elapsed() < SILENCE * 10, "they are never told");

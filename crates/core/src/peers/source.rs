@@ -1,6 +1,6 @@
 //! A source of the bytes that other ranks read for this one.
 
-use super::desk::{Desk, Placed};
+use super::shared::{PeersShared, Placed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::source::{Destination, Progress, Read, Source};
@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 pub(super) struct Receiving {
-    desk: Arc<Desk>,
+    shared: Arc<PeersShared>,
     /// The parcel of each ticket.
     parcels: Arc<[Option<u32>]>,
     in_flight: usize,
@@ -18,8 +18,8 @@ pub(super) struct Receiving {
 }
 
 impl Receiving {
-    pub(super) fn new(desk: Arc<Desk>, parcels: Arc<[Option<u32>]>) -> Receiving {
-        Receiving { desk, parcels, in_flight: 0, told_failure: false }
+    pub(super) fn new(shared: Arc<PeersShared>, parcels: Arc<[Option<u32>]>) -> Receiving {
+        Receiving { shared, parcels, in_flight: 0, told_failure: false }
     }
 }
 
@@ -27,18 +27,18 @@ impl Source for Receiving {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
         let Some(Some(parcel)) = self.parcels.get(read.ticket.0 as usize).copied() else { return Err(read) };
         self.in_flight += 1;
-        lock(&self.desk.state).reads.push((parcel, read));
+        lock(&self.shared.state).reads.push((parcel, read));
         Ok(())
     }
 
     fn flush(&mut self) -> Result<()> {
-        self.desk.orders.notify();
+        self.shared.orders.notify();
         Ok(())
     }
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
-        self.desk.reads.clear();
-        let mut state = lock(&self.desk.state);
+        self.shared.reads.clear();
+        let mut state = lock(&self.shared.state);
         self.in_flight -= state.events.iter().filter(|event| matches!(event, Progress::Done(_))).count();
         events.append(&mut state.events);
         match &state.failure {
@@ -52,18 +52,18 @@ impl Source for Receiving {
             let text = format!("ticket {} was given a place, and no rank sends it; please report this", ticket.0);
             return Err(Error::new(ErrorKind::Internal, text));
         }
-        lock(&self.desk.state).landed.push(Placed { ticket, into, keep });
-        self.desk.orders.notify();
+        lock(&self.shared.state).landed.push(Placed { ticket, into, keep });
+        self.shared.orders.notify();
         Ok(())
     }
 
     fn cancel(&mut self) {
-        lock(&self.desk.state).cancelled = true;
-        self.desk.orders.notify();
+        lock(&self.shared.state).cancelled = true;
+        self.shared.orders.notify();
     }
 
     fn wake(&self) -> RawFd {
-        self.desk.reads.fd()
+        self.shared.reads.fd()
     }
 
     fn in_flight(&self) -> usize {

@@ -4,8 +4,9 @@ use super::handshake::Purpose;
 use super::key::Pass;
 use super::meet::Meeting;
 use super::place::{address_of, ListenAt};
-use super::pulse::{Pulses, Reachable};
+use super::pulse::{Prober, Reachable};
 use crate::error::Result;
+use crate::source::wait_readable;
 use std::io::{ErrorKind as Why, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -59,12 +60,12 @@ impl StandingLinks {
         go_on: impl FnMut() -> bool,
     ) -> Result<()> {
         let Some(listener) = self.listener.take() else { return Ok(()) };
-        let mut pulses = Pulses::new(pulses, &self.pass, silence);
+        let mut prober = Prober::new(pulses, &self.pass, silence, None);
         let me = Pass { token, ..self.pass.clone() };
         let addresses: Vec<Option<SocketAddr>> = addresses.iter().copied().map(Some).collect();
         let (listener, kinds, addresses) = (&listener, &[Purpose::Standing], &addresses[..]);
         let meeting = Meeting { listener, me: &me, kinds, addresses, patience, silence };
-        let found = meeting.connect(go_on, |awaited| pulses.are_there(awaited))?;
+        let found = meeting.connect(go_on, |awaited| prober.are_there(awaited))?;
         self.of = found.into_iter().map(|streams| streams.into_iter().next()).collect();
         Ok(())
     }
@@ -72,11 +73,8 @@ impl StandingLinks {
     /// Ranks that have closed their connection, and for which rank each of them has given up (`None`: it has not said so).
     pub fn closed(&mut self) -> &[(u32, Option<u32>)] {
         let fds = self.of.iter().map(|one| one.as_ref().map_or(-1, AsRawFd::as_raw_fd));
-        let mut polled: Vec<libc::pollfd> =
-            fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-        // SAFETY: as many entries as the count says. Those below zero are left out.
-        unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
-        for (rank, _) in (0..).zip(&polled).filter(|(_, one)| one.revents != 0) {
+        let readable = wait_readable(fds, Some(Duration::ZERO));
+        for (rank, _) in (0..).zip(readable).filter(|(_, readable)| *readable) {
             let Some(stream) = self.of[rank as usize].take() else { continue };
             let mut word = [0; 4];
             match (&stream).read(&mut word) {

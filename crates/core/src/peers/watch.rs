@@ -118,16 +118,9 @@ impl PeerWatch {
             Heard::Speech => {
                 other.last_heard = now;
                 other.speaks = true;
-                None
             }
-            Heard::Parcel => {
-                other.last_heard = now;
-                None
-            }
-            Heard::Complete => {
-                self.incomplete -= usize::from(!std::mem::replace(&mut other.complete, true));
-                None
-            }
+            Heard::Parcel => other.last_heard = now,
+            Heard::Complete => self.incomplete -= usize::from(!std::mem::replace(&mut other.complete, true)),
             Heard::Failed(culprit, why) => {
                 let (rank, host) = (other.rank, other.host.clone());
                 let culprit = culprit.unwrap_or(rank);
@@ -136,17 +129,17 @@ impl PeerWatch {
                 }
                 let of = self.number_of(culprit).map(|at| self.others[at].host.clone()).unwrap_or_default();
                 let text = format!("{why} (rank {rank} says so)");
-                Some(Error::new(ErrorKind::Peer, text).of_peer(culprit, of).because(why))
+                return Some(Error::new(ErrorKind::Peer, text).of_peer(culprit, of).because(why));
             }
             Heard::Gone(why) => {
                 other.gone = true;
-                (!parted).then(|| lost(other, &format!("is gone: {why}"), now))
+                return (!parted).then(|| lost(other, &format!("is gone: {why}"), now));
             }
             Heard::Broken(why) => {
                 other.broken = Some((now, why));
-                None
             }
         }
+        None
     }
 
     /// This rank has everything. True: it has to say so to all.

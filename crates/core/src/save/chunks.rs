@@ -2,7 +2,7 @@
 
 use super::late::{Late, Phase};
 use super::plan::SavePlan;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// Files that are written side by side.
 const SIDE_BY_SIDE: usize = 4;
@@ -72,7 +72,7 @@ pub(super) fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<C
         };
         add(Supply::Host(file.head.as_ptr() as u64), 0, file.head.len() as u64);
         for &(tensor, offset, nbytes) in &file.places {
-            let none = || Error::new(ErrorKind::Invalid, format!("no address is given for tensor number {tensor}"));
+            let none = || Error::invalid(format!("no address is given for tensor number {tensor}"));
             let from = match *tensors.get(tensor as usize).ok_or_else(none)? {
                 At::Host(address) => Supply::Host(address),
                 At::Gpu(ordinal, address) => Supply::Gpu(ordinal, address),

@@ -96,9 +96,7 @@ pub(super) struct Sink {
 }
 
 /// The save's place in the ring of slabs, until the crew has nothing more to write.
-pub(super) struct RingPlace {
-    pub(super) share: Mutex<Option<Share>>,
-}
+pub(super) type RingPlace = Mutex<Option<Share>>;
 
 pub(super) struct SaveState {
     pub(super) written: u64,
@@ -121,8 +119,8 @@ pub(super) struct SaveState {
 impl Sink {
     pub(super) fn of(output: &Output) -> Sink {
         let (cached, direct) = output.descriptors();
-        let (path, in_order) = (output.path().to_path_buf(), output.is_in_order());
-        Sink { path, cached, direct, refused: AtomicBool::new(false), in_order, at: AtomicU64::new(0) }
+        let (path, refused) = (output.path.clone(), AtomicBool::new(false));
+        Sink { path, cached, direct, refused, in_order: output.in_order, at: AtomicU64::new(0) }
     }
 
     /// The descriptor to write to, and whether it is one for O_DIRECT.
@@ -194,7 +192,7 @@ impl Work {
         drop(state);
         if let Some(staging) = &self.staging {
             // The parts of other loads in the ring grow now, not when the save is closed.
-            drop(lock(&staging.share).take());
+            drop(lock(staging).take());
         }
         let outcome = match failed {
             Some(e) => Err(e),
@@ -219,31 +217,32 @@ impl Work {
             if self.is_over() || !self.is_its_turn(chunk) {
                 return Ok(());
             }
+            // Filling ends when late tensors are there, or when the slab has everything.
             let begun = Instant::now();
             let Some(here) = self.there(&self.pieces[chunk.pieces.clone()])? else { return Ok(()) };
             let (pieces, made) = (&here[..], Instant::now());
-            let written = match &self.staging {
+            let (filling, writing, direct, calls) = match &self.staging {
                 Some(staging) => {
                     let Some(slab) = self.slab(staging)? else { return Ok(()) };
                     let waited = made.elapsed();
                     fill(&slab.lease, pieces, &mut devices)?;
                     let filled = Instant::now();
                     let (direct, calls) = self.write(chunk, slab.lease.address())?;
-                    Written { filling: filled - begun - waited, writing: filled.elapsed(), direct, calls }
+                    (filled - begun - waited, filled.elapsed(), direct, calls)
                 }
                 None => {
                     let calls = self.write_from_place(chunk, pieces)?;
-                    Written { filling: made - begun, writing: made.elapsed(), direct: 0, calls }
+                    (made - begun, made.elapsed(), 0, calls)
                 }
             };
             self.let_go(&self.pieces[chunk.pieces.clone()]);
             let mut state = lock(&self.state);
             state.written += chunk.len;
             state.moved = Instant::now();
-            state.report.fill_seconds += written.filling.as_secs_f64();
-            state.report.write_seconds += written.writing.as_secs_f64();
-            state.report.writes += written.calls;
-            state.report.direct_bytes += written.direct;
+            state.report.fill_seconds += filling.as_secs_f64();
+            state.report.write_seconds += writing.as_secs_f64();
+            state.report.writes += calls;
+            state.report.direct_bytes += direct;
             drop(state);
             let sink = &self.sinks[chunk.file];
             if sink.in_order {
@@ -274,7 +273,7 @@ impl Work {
     /// A slab for one chunk; `None` if the save was given up meanwhile. One thread of the crew waits for the ring,
     /// which notifies once per load. The others wait for that thread.
     fn slab<'a>(&'a self, staging: &RingPlace) -> Result<Option<ChunkSlab<'a>>> {
-        let place = lock(&staging.share);
+        let place = lock(staging);
         let Some(share) = &*place else { return Ok(None) };
         let mut waited = false;
         let found = loop {
@@ -374,7 +373,7 @@ impl Work {
                 past += if direct { wrote as u64 } else { 0 };
                 continue;
             }
-            let cause = if wrote == 0 { io::Error::from_raw_os_error(libc::EIO) } else { io::Error::last_os_error() };
+            let cause = failure(wrote);
             match cause.raw_os_error() {
                 Some(libc::EINTR) => {}
                 // The file system refused O_DIRECT, or stopped at an odd byte.
@@ -417,8 +416,7 @@ impl Work {
                 unsafe { libc::pwritev(fd, places.as_ptr(), places.len() as i32, (chunk.offset + done) as i64) };
             calls += 1;
             if wrote <= 0 {
-                let cause =
-                    if wrote == 0 { io::Error::from_raw_os_error(libc::EIO) } else { io::Error::last_os_error() };
+                let cause = failure(wrote);
                 if cause.raw_os_error() == Some(libc::EINTR) {
                     continue;
                 }
@@ -459,7 +457,7 @@ impl Work {
         if let Some(refused) = refused.into_iter().flatten().next() {
             lock(&self.state).report.fallbacks.push(refused);
         }
-        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(Output::path);
+        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(|last| &last.path);
         lock(&self.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
         given_up()?;
         if let Some(path) = index {
@@ -474,12 +472,12 @@ impl Work {
         outputs.iter_mut().try_for_each(|output| output.publish(self.sync))?;
         if self.sync {
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
-            folders.extend(self.checkpoint.iter().flat_map(Folder::above));
+            folders.extend(self.checkpoint.iter().flat_map(|folder| &folder.with_new_names).map(PathBuf::as_path));
             folders.into_iter().try_for_each(|folder| self.settle(folder))?;
         }
         if let Some(folder) = &self.checkpoint {
             if folder.remove_earlier(&self.names)? && self.sync {
-                self.settle(folder.path())?;
+                self.settle(&folder.path)?;
             }
         }
         Ok(())
@@ -509,14 +507,13 @@ impl Drop for ChunkSlab<'_> {
     }
 }
 
-/// How a chunk was written.
-struct Written {
-    /// Time from the tensors to the slab, or until late tensors were there.
-    filling: Duration,
-    writing: Duration,
-    /// Bytes past the page cache.
-    direct: u64,
-    calls: u64,
+/// The error of a call that wrote nothing.
+fn failure(wrote: isize) -> io::Error {
+    if wrote == 0 {
+        io::Error::from_raw_os_error(libc::EIO)
+    } else {
+        io::Error::last_os_error()
+    }
 }
 
 /// Fills a slab with pieces, one after the other.

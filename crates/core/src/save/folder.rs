@@ -2,7 +2,7 @@
 
 use super::output::parent;
 use super::plan::{INDEX_SUFFIX, SUFFIX};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 
 /// A checkpoint's directory.
 pub(super) struct Folder {
-    path: PathBuf,
+    pub(super) path: PathBuf,
     /// Directories in which new directories were made.
-    with_new_names: Vec<PathBuf>,
+    pub(super) with_new_names: Vec<PathBuf>,
     /// Files of an earlier save with the same name that were there when this save began.
     earlier: Vec<(PathBuf, Stamp)>,
 }
@@ -38,7 +38,7 @@ impl Folder {
                 }
                 Ok(found) if !found.is_dir() && missing == path => {
                     let text = "it is a file: give a directory, or save to one file";
-                    return Err(Error::new(ErrorKind::Invalid, text).at(path));
+                    return Err(Error::invalid(text).at(path));
                 }
                 _ => break,
             }
@@ -84,15 +84,6 @@ impl Folder {
         }
         failed.map_or(Ok(removed), Err)
     }
-
-    /// Directories that have new names in them, apart from this one.
-    pub(super) fn above(&self) -> impl Iterator<Item = &Path> {
-        self.with_new_names.iter().map(PathBuf::as_path)
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
 }
 
 /// Whether a save called `name` may have written a file of this name.
@@ -127,6 +118,7 @@ pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn only_files_of_the_same_name_belong_to_an_earlier_save() {

@@ -1,7 +1,7 @@
 //! A save, as its owner has it.
 
 use super::chunks::{cut, At, Supply};
-use super::crew::{RingPlace, SaveReport, SaveState, Sink, Work};
+use super::crew::{SaveReport, SaveState, Sink, Work};
 use super::folder::Folder;
 use super::in_place;
 use super::late::Phase;
@@ -111,7 +111,7 @@ impl Save {
         if staged {
             let share = Ring::process().join(options.extent.next_multiple_of(HUGE_PAGE), options.staging)?;
             crew = crew.min((options.staging / share.slab_bytes()).max(LEAST_SLABS) as usize);
-            staging = Some(RingPlace { share: Mutex::new(Some(share)) });
+            staging = Some(Mutex::new(Some(share)));
         }
         report.threads = crew;
         let state = SaveState {

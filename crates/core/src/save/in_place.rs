@@ -27,17 +27,12 @@ pub(super) struct InPlace {
     /// The save has made it: there was nothing under the name.
     made: bool,
     /// The file system takes its bytes in their order only.
-    sequential: bool,
+    pub(super) sequential: bool,
     /// The beginning of the file.
     first: Vec<u8>,
 }
 
 impl InPlace {
-    /// Whether its bytes must be written in their order.
-    pub(super) fn is_sequential(&self) -> bool {
-        self.sequential
-    }
-
     /// Puts zeros in the place of the first bytes of the file, which are written last.
     pub(super) fn hold_back(&mut self, head: &mut [u8]) {
         if !self.sequential {

@@ -11,7 +11,7 @@
 //! file is empty. See [`in_place`].
 
 use super::in_place::{self, InPlace, RefusedCall};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use crate::options::PAGE;
 use crate::store::{file_system, mount_of};
@@ -30,7 +30,7 @@ static NUMBERS: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug)]
 pub(super) struct Output {
     /// The name that it gets.
-    path: PathBuf,
+    pub(super) path: PathBuf,
     size: u64,
     file: File,
     /// The same for O_DIRECT, if the file system has that.
@@ -41,7 +41,7 @@ pub(super) struct Output {
     in_place: Option<InPlace>,
     /// Its bytes are written one after the other: some file systems of other processes take them in no other way, and
     /// others are slow otherwise.
-    in_order: bool,
+    pub(super) in_order: bool,
     pid: u32,
 }
 
@@ -64,10 +64,10 @@ impl Output {
                 (file, None, Some(written), Some(Fallback { from: refused.call, to: "writing under the name", reason }))
             }
         };
-        let in_order = in_order || in_place.as_ref().is_some_and(InPlace::is_sequential);
+        let in_order = in_order || in_place.as_ref().is_some_and(|in_place| in_place.sequential);
         let (path, pid) = (path.to_path_buf(), std::process::id());
         let mut output = Output { path: path.clone(), size, file, direct: None, temporary, in_place, in_order, pid };
-        if output.in_place.as_ref().is_some_and(InPlace::is_sequential) {
+        if output.in_place.as_ref().is_some_and(|in_place| in_place.sequential) {
             return Ok((output, fallback));
         }
         // Nothing of a link is kept: it has no mode, and it leads to another file.
@@ -104,11 +104,6 @@ impl Output {
         }
     }
 
-    /// Whether its bytes must be written one after the other.
-    pub(super) fn is_in_order(&self) -> bool {
-        self.in_order
-    }
-
     /// Whether it is written under its name.
     pub(super) fn is_in_place(&self) -> bool {
         self.in_place.is_some()
@@ -136,7 +131,7 @@ impl Output {
     }
 
     fn allocate(&self, size: u64) -> Result<()> {
-        let size = i64::try_from(size).map_err(|_| Error::new(ErrorKind::Invalid, "too large for a file"))?;
+        let size = i64::try_from(size).map_err(|_| Error::invalid("too large for a file"))?;
         if size == 0 {
             return Ok(());
         }
@@ -165,10 +160,6 @@ impl Output {
             Some(libc::ENOSPC) => no_room(wanted, free(&self.file)).at(&self.path),
             _ => Error::write(&format!("write {wanted} bytes"), cause).at(&self.path),
         }
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// The directory that it will be in.
@@ -273,7 +264,7 @@ impl Drop for Output {
 /// name of any other link is free: the new file replaces the link, and the target of the link stays. The target may be
 /// a blob of the Hub cache, which other revisions share and whose name is the hash of its content.
 fn check_name(path: &Path) -> Result<()> {
-    let refused = |why: &str| Err(Error::new(ErrorKind::Invalid, format!("cannot write to it: {why}")).at(path));
+    let refused = |why: &str| Err(Error::invalid(format!("cannot write to it: {why}")).at(path));
     // What is wrong with a name would show only after all bytes are written.
     match fs::symlink_metadata(path) {
         Err(e) if e.raw_os_error() == Some(libc::ENAMETOOLONG) => {

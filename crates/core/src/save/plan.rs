@@ -6,7 +6,7 @@
 //! its size, and at least at a multiple of its element's size. [`Arrangement::Compact`] is the order and the padding of
 //! safetensors' own writer.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::format::{layer, quoted, DType};
 use crate::options::{Order, PAGE};
 use serde_json::{json, Map, Value};
@@ -42,7 +42,7 @@ impl Tensor {
         let elements = self.shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d));
         elements.and_then(|n| self.dtype.nbytes(n)).ok_or_else(|| {
             let (name, dtype, shape) = (quoted(&self.name), self.dtype, &self.shape);
-            Error::new(ErrorKind::Invalid, format!("tensor {name} ({dtype} x {shape:?}) has no size in whole bytes"))
+            Error::invalid(format!("tensor {name} ({dtype} x {shape:?}) has no size in whole bytes"))
                 .of_tensor(self.name.as_str())
         })
     }
@@ -113,20 +113,17 @@ impl SavePlan {
         let mut names = HashSet::with_capacity(tensors.len());
         for tensor in tensors {
             if tensor.name == "__metadata__" {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    "a tensor cannot be called `__metadata__`: the format reserves this name",
-                ));
+                return Err(Error::invalid("a tensor cannot be called `__metadata__`: the format reserves this name"));
             }
             if !names.insert(&tensor.name) {
-                return Err(Error::new(ErrorKind::Invalid, format!("two tensors are called {}", quoted(&tensor.name))));
+                return Err(Error::invalid(format!("two tensors are called {}", quoted(&tensor.name))));
             }
         }
         let sizes = tensors.iter().map(Tensor::nbytes).collect::<Result<Vec<u64>>>()?;
         let total = sizes.iter().try_fold(0u64, |sum, n| sum.checked_add(*n));
         let nbytes = total
             .filter(|n| i64::try_from(*n).is_ok())
-            .ok_or_else(|| Error::new(ErrorKind::Invalid, "the tensors together do not fit a file system"))?;
+            .ok_or_else(|| Error::invalid("the tensors together do not fit a file system"))?;
         let layers = match order {
             Order::File | Order::Asked => vec![0; tensors.len()],
             Order::Layer => layers(tensors),
@@ -204,7 +201,7 @@ impl SavePlan {
 fn not_utf8(name: &OsStr) -> Error {
     let text =
         format!("shards cannot be called {}: the name is not UTF-8, and an index is JSON", Path::new(name).display());
-    Error::new(ErrorKind::Invalid, text)
+    Error::invalid(text)
 }
 
 /// Bytes that a tensor has in a header, without the two numbers that say where it stands.
@@ -278,7 +275,7 @@ fn file(
             "{name}: its header would have {len} bytes, and readers accept {LONGEST_HEADER}: save several files \
              (penstock.save with max_shard_size=), or use shorter names and metadata"
         );
-        return Err(Error::new(ErrorKind::Invalid, why));
+        return Err(Error::invalid(why));
     }
     let mut head = Vec::with_capacity(8 + len);
     head.extend_from_slice(&(len as u64).to_le_bytes());
@@ -297,6 +294,7 @@ fn file(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
     use crate::format::Checkpoint;
 
     fn tensor(name: &str, dtype: DType, shape: &[u64]) -> Tensor {

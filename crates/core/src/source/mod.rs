@@ -357,6 +357,18 @@ pub(crate) fn watch(epoll: &OwnedFd, fd: RawFd) -> Result<()> {
     }
 }
 
+/// Sleeps until one of `fds` is readable or hung up (negative ones are ignored), a signal comes, or `timeout` has passed. Says of
+/// each whether it is.
+pub(crate) fn wait_readable(fds: impl IntoIterator<Item = RawFd>, timeout: Option<Duration>) -> Vec<bool> {
+    let polled = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    let mut polled: Vec<libc::pollfd> = fds.into_iter().map(polled).collect();
+    // Rounded up: a wait of 0.4 ms must not become a spin of zero-length waits.
+    let ms = timeout.map_or(-1, |t| i32::try_from(t.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
+    // SAFETY: the vector has as many entries as the count says. EINTR and errors end the wait early: the caller loops.
+    unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, ms) };
+    polled.iter().map(|one| one.revents != 0).collect()
+}
+
 /// Waits until `fd` is readable or hung up, at most for `time`; false if neither happened.
 fn readable(fd: RawFd, time: Duration) -> bool {
     let until = std::time::Instant::now() + time;

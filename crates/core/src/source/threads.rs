@@ -385,6 +385,7 @@ impl PoolShared {
 mod models {
     use super::*;
     use crate::extent::Ticket;
+    use crate::source::Destination;
 
     fn read(ticket: u64, into: &'static mut [u8; 8]) -> Read {
         let into = Destination::Memory(into.as_mut_ptr());

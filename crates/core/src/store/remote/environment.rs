@@ -38,8 +38,13 @@ impl Environment {
 
     /// Whether it says yes, as the tools of AWS understand it.
     pub(super) fn is_true(&self, name: &str) -> bool {
-        self.get(name).is_some_and(|value| value.eq_ignore_ascii_case("true"))
+        self.get(name).is_some_and(is_true)
     }
+}
+
+/// Whether a value says yes, as the tools of AWS understand it.
+pub(in crate::store::remote) fn is_true(value: &str) -> bool {
+    value.eq_ignore_ascii_case("true")
 }
 
 /// A value without space and quotes around it. A newline at its end comes from `echo` into a secret of Kubernetes,

@@ -7,7 +7,7 @@ use super::http::answer::{Answer, Expected, Refused, Verdict};
 use super::http::common::{LOOK, MOST_REDIRECTS};
 use super::http::control::Control;
 use super::http::jitter::Jitter;
-use super::http::request::{Get, Listed};
+use super::http::request::{Get, Listed, Requests};
 use super::pages::{NextPage, Page, WITHOUT};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
@@ -47,11 +47,13 @@ pub(super) struct RedirectPlace {
 /// folders end with a slash.
 type ListedNames = Result<Result<Vec<(String, Option<u64>)>, Refused>>;
 
-/// The objects under an address: itself if it is a file, or those that `listed` finds in a bucket behind a prefix.
-pub(super) fn list(
+/// The objects under an address: itself if it is a file, or those that its bucket lists. `page` makes the request for a page.
+/// Blocks.
+pub(super) fn list<F: Finder>(
+    requests: &impl Requests,
+    credentials: &Arc<Credentials<F>>,
     at: &Location,
-    listed: impl FnOnce(&str, &str) -> ListedNames,
-    explained: impl FnOnce(Refused) -> Error,
+    page: impl Fn(&Ask<'_, F::Key>) -> Result<Get>,
 ) -> Result<Vec<Listed>> {
     let text = at.to_string();
     let (bucket, key) = parts(&text)?;
@@ -61,7 +63,9 @@ pub(super) fn list(
         return Ok(itself());
     }
     let slash = if key.is_empty() || key.ends_with('/') { "" } else { "/" };
-    let names = listed(bucket, &format!("{key}{slash}"))?.map_err(explained)?;
+    let renewed = |generation, refusal: &Refused| requests.renew(&text, generation, refusal);
+    let names = listed(credentials, bucket, &format!("{key}{slash}"), page, renewed)?;
+    let names = names.map_err(|refusal| requests.explained(refusal))?;
     if names.is_empty() && slash.is_empty() {
         return Err(Error::new(ErrorKind::NotFound, NO_OBJECT));
     }
@@ -77,8 +81,8 @@ pub(super) fn list(
 }
 
 /// The names that begin with `prefix` and have no further slash, except at their end, or why the server does not say them. It is asked with
-/// the credentials that there are, and with others once more if `renewed` says that there are some. Blocks.
-pub(super) fn listed<F: Finder>(
+/// the credentials that there are, and with others once more if `renewed` says that there are some.
+fn listed<F: Finder>(
     credentials: &Arc<Credentials<F>>,
     bucket: &str,
     prefix: &str,
@@ -109,9 +113,7 @@ fn names(
     let mut page = NextPage::None;
     let (mut asked_for, mut without_news) = (HashSet::new(), 0);
     loop {
-        if !still_wanted() {
-            return Err(unwanted());
-        }
+        check_wanted()?;
         let body = match asked(control, |moved| request(&page, moved))? {
             Ok(body) => body,
             Err(refusal) => return Ok(Err(refusal)),
@@ -199,17 +201,22 @@ fn asked(
         }
         let due = Instant::now() + pause;
         while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-            if !still_wanted() {
-                return Err(unwanted());
-            }
+            check_wanted()?;
             std::thread::sleep(left.min(LOOK));
         }
         usual = (usual * 2).min(Duration::from_secs(2));
     }
 }
 
-fn unwanted() -> Error {
-    Error::new(ErrorKind::Cancelled, "nobody waits for it any more")
+/// Goes on while somebody waits for this thread's result.
+///
+/// # Errors
+/// `Cancelled` if nobody does.
+pub(super) fn check_wanted() -> Result<()> {
+    match still_wanted() {
+        true => Ok(()),
+        false => Err(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")),
+    }
 }
 
 /// The query of a page in the terms of S3, which Google Cloud Storage knows too.
@@ -235,11 +242,11 @@ pub(super) fn parts(at: &str) -> Result<(&str, &str)> {
     if bucket.is_empty() || !bucket.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
         let text =
             "the name of the bucket or container is empty, or has characters other than a-z, digits, '-', '.' and '_'";
-        return Err(Error::new(ErrorKind::Invalid, text));
+        return Err(Error::invalid(text));
     }
     // Servers, and what signs, take these for steps in a path.
     if key.split('/').any(|part| part == "." || part == "..") {
-        return Err(Error::new(ErrorKind::Invalid, "keys with '.' or '..' between slashes are not supported"));
+        return Err(Error::invalid("keys with '.' or '..' between slashes are not supported"));
     }
     Ok((bucket, key))
 }

@@ -47,11 +47,11 @@ pub use self::http::settings::{Bearer, NodeSettings, WebSettings};
 use self::http::sockets::Sockets;
 pub use self::http::tls::unchecked_hosts;
 pub(super) use self::http::tls::{authorities, certificates};
+use self::listing::check_wanted;
 pub(super) use self::provider::Provider;
 pub use self::secret::Secret;
 pub use self::settings::{StorageSetting, StorageSettings, STORAGE_SETTINGS};
 use self::source::{Remote, WebSource};
-use self::transfer::counts::Counts;
 use self::transfer::net::Net;
 use self::transfer::range_read::{BodyPlaces, RangeRead, Site};
 use self::transfer::told::Told;
@@ -61,7 +61,7 @@ use super::location::Location;
 use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
-use super::watch::{answered, stall, still_wanted};
+use super::watch::{answered, stall};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{FileLanes, Lane, Ticket};
 use crate::options::MIB;
@@ -84,6 +84,8 @@ const READS: usize = 32;
 /// The store of `http://` and `https://` addresses, or of others whose objects are asked for in HTTP.
 #[derive(Debug)]
 pub struct Web {
+    /// The name of these servers in reports.
+    name: &'static str,
     common: Arc<Common>,
     requests: Arc<dyn Requests>,
     /// Bytes of objects, as listings said them.
@@ -99,7 +101,7 @@ impl Web {
     /// The store of a provider, with these settings.
     pub(super) fn of(provider: &Provider, settings: StorageSettings, environment: Environment) -> Web {
         let (common, requests) = (provider.requests)(settings, environment);
-        Web { common, requests, sizes: Arc::default() }
+        Web { name: provider.schemes[0], common, requests, sizes: Arc::default() }
     }
 
     /// The proxies that this process's environment names.
@@ -144,14 +146,12 @@ fn fetch(common: &Arc<Common>, site: Arc<Site>, expected: Expected) -> Result<Fe
     let mut told = Vec::new();
     loop {
         net.turn(&mut told).map_err(located)?;
-        if !still_wanted() {
-            return Err(located(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")));
-        }
+        check_wanted().map_err(located)?;
         for event in told.drain(..) {
             // A server that says when to ask again has answered.
             answered(matches!(event, Told::Received(_)));
-            if let Told::Done { result, object, by_close, .. } = event {
-                let got = result? as usize;
+            if let Told::Done { done, object, by_close } = event {
+                let got = done.result? as usize;
                 bytes.truncate(got);
                 let none = || Error::new(ErrorKind::Internal, "an answer without a size; please report this");
                 let (size, version) = object.ok_or_else(none).map_err(located)?;
@@ -207,17 +207,18 @@ impl Store for Web {
             Remote { site: self.site(&location), size, version }
         };
         let objects = objects.into_iter().map(|object| object.map(remote)).collect();
-        let (common, objects) = (self.common.clone(), Arc::new(objects));
-        Ok(Arc::new(WebObjects { common, objects, counts: Arc::default() }))
+        let (name, common, objects) = (self.name, self.common.clone(), Arc::new(objects));
+        Ok(Arc::new(WebObjects { name, common, objects, counts: Arc::default() }))
     }
 }
 
 /// The objects of a load.
 #[derive(Debug)]
 struct WebObjects {
+    name: &'static str,
     common: Arc<Common>,
     objects: Arc<Vec<Option<Remote>>>,
-    counts: Arc<Counts>,
+    counts: Arc<Mutex<Traffic>>,
 }
 
 impl WebObjects {
@@ -239,7 +240,7 @@ impl Objects for WebObjects {
         server.hash(&mut hasher);
         Ok(Facts {
             kind: FsKind::Remote,
-            fs: site.requests.name(),
+            fs: self.name,
             storage: hasher.finish(),
             lanes: FileLanes::only(Lane::NETWORK),
             parallelism: Some(self.common.settings.connections * READS),
@@ -264,7 +265,7 @@ impl Objects for WebObjects {
     }
 
     fn traffic(&self) -> Option<Traffic> {
-        Some(self.counts.traffic())
+        Some(*lock(&self.counts))
     }
 
     fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {

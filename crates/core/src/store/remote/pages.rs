@@ -1,5 +1,6 @@
 //! Pages of listings, as object stores write them: the names on a page, and how the next one is asked for.
 
+use super::http::escaping::percent_decoded;
 use super::http::server_error::{shortened, ServerError};
 use super::http::xml::{self, Element, NoXml};
 use crate::error::{Error, ErrorKind, Result};
@@ -155,23 +156,10 @@ fn io(text: String) -> Error {
     Error::new(ErrorKind::Io, text)
 }
 
-/// The letters that are written as `%XX`; where `plus_is_space`, also spaces that are written as `+`.
+/// The text in which `%XX` stands for some letters; where `plus_is_space`, also `+` for a space.
 fn decoded(text: &str, plus_is_space: bool) -> String {
-    let mut found = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((&first, after)) = rest.split_first() {
-        let hex = |b: u8| (b as char).to_digit(16);
-        rest = after;
-        match (first, after) {
-            (b'%', [high, low, behind @ ..]) if hex(*high).is_some() && hex(*low).is_some() => {
-                found.push((hex(*high).unwrap_or_default() * 16 + hex(*low).unwrap_or_default()) as u8);
-                rest = behind;
-            }
-            (b'+', _) if plus_is_space => found.push(b' '),
-            _ => found.push(first),
-        }
-    }
-    String::from_utf8_lossy(&found).into_owned()
+    let plain = if plus_is_space { text.replace('+', " ") } else { text.to_owned() };
+    String::from_utf8_lossy(&percent_decoded(&plain)).into_owned()
 }
 
 #[cfg(test)]

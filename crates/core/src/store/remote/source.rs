@@ -4,7 +4,6 @@ use super::http::answer::{Expected, GAP};
 use super::http::common::Common;
 use super::http::settings::WebSettings;
 use super::http::sockets::Sockets;
-use super::transfer::counts::Counts;
 use super::transfer::net::Net;
 use super::transfer::range_read::{BodyPlaces, RangeRead, Site};
 use super::transfer::told::Told;
@@ -12,6 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, Ticket};
 use crate::machine::block_signals;
 use crate::source::{Destination, Done, Progress, Read, Source};
+use crate::store::object::Traffic;
 use crate::store::version::Version;
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
@@ -54,21 +54,21 @@ pub(super) struct WebSource {
 
 /// A thread that has a part of the connections.
 struct NetLane {
-    shared: Arc<Exchange>,
+    shared: Arc<NetShared>,
     thread: Option<JoinHandle<()>>,
     /// Bytes of its reads that did not come back.
     bytes: u64,
 }
 
-struct Exchange {
-    state: Mutex<Exchanged>,
+struct NetShared {
+    state: Mutex<NetState>,
     /// Wakes the thread.
     to_thread: Arc<Wake>,
     to_owner: Arc<Wake>,
 }
 
 #[derive(Default)]
-struct Exchanged {
+struct NetState {
     commands: Vec<ToNet>,
     events: Vec<Progress>,
     /// Reads that have ended and hold no memory, and whose ends are about to be told.
@@ -90,12 +90,12 @@ enum ToNet {
 unsafe impl Send for ToNet {}
 
 impl NetLane {
-    fn new(common: Arc<Common>, counts: Arc<Counts>, to_owner: Arc<Wake>, gap: u64) -> Result<NetLane> {
-        let (state, to_thread) = (Mutex::new(Exchanged::default()), Arc::new(Wake::new()?));
+    fn new(common: Arc<Common>, counts: Arc<Mutex<Traffic>>, to_owner: Arc<Wake>, gap: u64) -> Result<NetLane> {
+        let (state, to_thread) = (Mutex::new(NetState::default()), Arc::new(Wake::new()?));
         let mut net = Net::new(Sockets::new(common.clone(), Some(to_thread.clone()))?, common, counts);
         net.gap = gap;
         net.join_node()?;
-        let shared = Arc::new(Exchange { state, to_thread, to_owner });
+        let shared = Arc::new(NetShared { state, to_thread, to_owner });
         let theirs = shared.clone();
         let thread = Builder::new().name("penstock-net".into()).spawn(move || {
             block_signals();
@@ -115,7 +115,7 @@ impl WebSource {
     pub(super) fn new(
         common: Arc<Common>,
         objects: Arc<Vec<Option<Remote>>>,
-        counts: Arc<Counts>,
+        counts: Arc<Mutex<Traffic>>,
         routing: &Routing,
     ) -> Result<WebSource> {
         let (depth, gap) = (routing.depth.max(routing.requests), routing.gap.unwrap_or(GAP).min(GAP));
@@ -186,7 +186,7 @@ impl WebSource {
     }
 }
 
-impl Exchange {
+impl NetShared {
     fn run(&self, net: &mut Net<Sockets>) {
         let mut told = Vec::new();
         loop {
@@ -236,11 +236,11 @@ impl Exchange {
         let late: Vec<ToNet> = {
             let mut state = lock(&self.state);
             let done = told.iter().filter_map(|event| match event {
-                Told::Done { ticket, .. } => Some(*ticket),
+                Told::Done { done, .. } => Some(done.ticket),
                 _ => None,
             });
             state.ended.extend(done);
-            let Exchanged { commands, ended, .. } = &mut *state;
+            let NetState { commands, ended, .. } = &mut *state;
             let is_late = |command: &ToNet| matches!(command, ToNet::Land(ticket, ..) if ended.contains(ticket));
             let (late, others) = mem::take(commands).into_iter().partition(is_late);
             *commands = others;
@@ -251,9 +251,7 @@ impl Exchange {
         state.ended.clear();
         let cancelled = state.cancelled;
         let events = told.drain(..).filter_map(|event| match event {
-            Told::Done { ticket, lane, result, written, .. } => {
-                Some(Progress::Done(Done { ticket, result, lane, written }))
-            }
+            Told::Done { done, .. } => Some(Progress::Done(done)),
             _ if cancelled => None,
             Told::Arrived(ticket) => Some(Progress::Arrived(ticket)),
             Told::Received(ticket) => Some(Progress::Received(ticket)),

@@ -1,6 +1,6 @@
 //! The credential that requests carry, or are signed with: fetched on threads that may block, used on those that may not.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::machine::block_signals;
 use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
@@ -30,12 +30,6 @@ pub(in crate::store::remote) trait Finder: Send + Sync + fmt::Debug + 'static {
 
     /// The key to use now. `provider` is kept between calls. Blocks.
     fn find(&self, common: &Arc<Common>, provider: &mut Option<Self::Provider>) -> Result<FoundKey<Self::Key>>;
-
-    /// How long a key that was found just now may be used, if it fades.
-    fn left(&self, provider: &Option<Self::Provider>) -> Duration {
-        let _ = provider;
-        USABLE
-    }
 }
 
 /// A key that was found.
@@ -43,8 +37,8 @@ pub(in crate::store::remote) struct FoundKey<K> {
     pub(in crate::store::remote) key: K,
     /// Where it comes from, in words.
     pub(in crate::store::remote) origin: String,
-    /// Whether it becomes invalid, and is to be fetched again in time.
-    pub(in crate::store::remote) fades: bool,
+    /// How long it may be used without being fetched again, [`USABLE`] at most; `None`: it does not become invalid.
+    pub(in crate::store::remote) usable: Option<Duration>,
     /// Whether there may be another one later.
     pub(in crate::store::remote) renewable: bool,
 }
@@ -53,7 +47,6 @@ pub(in crate::store::remote) struct FoundKey<K> {
 pub(in crate::store::remote) struct Session<K> {
     pub(in crate::store::remote) found: FoundKey<K>,
     since: Instant,
-    usable: Duration,
     generation: u64,
 }
 
@@ -79,6 +72,14 @@ struct KeyState<K> {
     count: u64,
     /// The provider's last credential was refused.
     refused: bool,
+}
+
+impl<K> KeyState<K> {
+    /// Notifies all that wait: the fetch has ended.
+    fn notify(&mut self) {
+        let (_, waiting) = self.asked.take().unzip();
+        waiting.into_iter().flatten().for_each(|wake| wake.notify());
+    }
 }
 
 impl<F: Finder> Credentials<F> {
@@ -113,8 +114,9 @@ impl<F: Finder> Credentials<F> {
         let state = lock(&self.state);
         if let Some(session) = &state.session {
             let (age, session) = (session.since.elapsed(), session.clone());
-            if !session.found.fades || age < session.usable {
-                if session.found.fades && age >= FRESH.min(session.usable / 4) {
+            let usable = session.found.usable.map(|usable| usable.min(USABLE));
+            if usable.is_none_or(|usable| age < usable) {
+                if usable.is_some_and(|usable| age >= FRESH.min(usable / 4)) {
                     // Without a thread for it, the next request tries again.
                     let _ = self.ask(state, None);
                 }
@@ -181,9 +183,7 @@ impl<F: Finder> Credentials<F> {
     fn failed(&self, e: Error) {
         let mut state = lock(&self.state);
         (state.count, state.failed) = (state.count + 1, Some((Instant::now(), e)));
-        for wake in state.asked.take().into_iter().flat_map(|(_, waiting)| waiting) {
-            wake.notify();
-        }
+        state.notify();
     }
 
     /// Fetches it, unless somebody else has since `count` was counted.
@@ -214,19 +214,37 @@ impl<F: Finder> Credentials<F> {
             }
             Err(e) => state.failed = Some((Instant::now(), e.clone())),
         }
-        for wake in state.asked.take().into_iter().flat_map(|(_, waiting)| waiting) {
-            wake.notify();
-        }
+        state.notify();
         made
     }
 
     fn made(&self, provider: &mut Option<F::Provider>) -> Result<Arc<Session<F::Key>>> {
         let found = self.finder.find(&self.common, provider)?;
-        let usable = self.finder.left(provider).min(USABLE);
         let same =
             lock(&self.state).session.as_ref().filter(|known| known.found.key == found.key).map(|s| s.generation);
         let generation = same.unwrap_or_else(|| self.generation.fetch_add(1, Ordering::Relaxed) + 1);
-        Ok(Arc::new(Session { found, since: Instant::now(), usable, generation }))
+        Ok(Arc::new(Session { found, since: Instant::now(), generation }))
+    }
+
+    /// The error of a refusal, with where the request's credentials are from, and what its reader can do: the first of these
+    /// hints whose code the server says. `bare` says that a request had none.
+    pub(in crate::store::remote) fn explained(
+        &self,
+        refusal: Refused,
+        bare: impl Fn(&FoundKey<F::Key>) -> Option<String>,
+        hints: &[(&str, &str)],
+    ) -> Error {
+        if refusal.error.kind() != ErrorKind::Permission {
+            return refusal.error;
+        }
+        let with = match self.latest() {
+            Some(session) => {
+                bare(&session.found).unwrap_or_else(|| format!("the credentials are from {}", session.found.origin))
+            }
+            None => "there are no credentials yet".to_owned(),
+        };
+        let hint = refusal.hint(hints).map_or_else(String::new, |hint| format!("; {hint}"));
+        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
     }
 
     /// A request that was made with this generation was refused. Whether the next one will have another credential.

@@ -1,19 +1,17 @@
 //! Tokens that the program gives, for web servers.
 
-use super::credentials::{Credentials, Finder, FoundKey, USABLE};
+use super::credentials::{Credentials, Finder, FoundKey};
 use super::giver::{Giver, CALLABLE};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::http::address::{Address, Server};
 use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
-use crate::store::remote::http::request::{requests_of, Get, Requests};
-use crate::store::remote::http::settings::{Bearer, WebSettings};
+use crate::store::remote::http::request::{bearer_field, Get, Requests, WebRequests};
+use crate::store::remote::http::settings::Bearer;
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use std::collections::HashSet;
-use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Tokens for web servers.
 #[derive(Debug)]
@@ -28,16 +26,13 @@ impl Finder for Tokens {
         let source = common.settings.credentials.clone().ok_or_else(none)?;
         let giver = provider.get_or_insert_with(|| Giver::new(source, CALLABLE));
         let key = giver.token()?;
-        Ok(FoundKey { key, origin: giver.origin.clone(), fades: giver.left().is_some(), renewable: true })
-    }
-
-    fn left(&self, provider: &Option<Giver>) -> Duration {
-        provider.as_ref().and_then(Giver::left).unwrap_or(USABLE)
+        Ok(FoundKey { key, origin: giver.origin.clone(), usable: giver.left(), renewable: true })
     }
 }
 
 /// Requests that carry a token which the program gives. The servers of the addresses that are opened get it, and no other that
 /// one of them redirects to.
+#[derive(Debug)]
 struct WithGivenToken {
     credentials: Arc<Credentials<Tokens>>,
     common: Arc<Common>,
@@ -53,28 +48,21 @@ impl WithGivenToken {
     fn made(&self, at: &str, token: &str, generation: u64) -> Result<Get> {
         let address = Address::parse(at)?;
         if !self.common.keeps_secrets(&address.server) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
+            return Err(Error::invalid(
                 "the address is http://, and a token would be readable on the way: give an https:// one",
             ));
         }
         lock(&self.servers).insert(address.server.clone());
-        Ok(Get { address, fields: field(token), generation, is_moved: false })
+        Ok(Get { address, fields: bearer_field(token), generation, is_moved: false })
     }
 }
 
 /// How web servers are asked: with a token that the program gives, with this one, or with none.
-pub(in crate::store::remote) fn requests(web: WebSettings, bearer: Option<Bearer>) -> (Arc<Common>, Arc<dyn Requests>) {
-    let common = Arc::new(Common { settings: web, ..Common::default() });
-    let requests = match (&bearer, &common.settings.credentials) {
-        (None, Some(_)) => Arc::new(WithGivenToken::new(&common)),
-        _ => requests_of(bearer),
-    };
-    (common, requests)
-}
-
-fn field(token: &str) -> String {
-    format!("Authorization: Bearer {token}\r\n")
+pub(in crate::store::remote) fn requests(common: &Arc<Common>, bearer: Option<Bearer>) -> Arc<dyn Requests> {
+    match (bearer, &common.settings.credentials) {
+        (None, Some(_)) => Arc::new(WithGivenToken::new(common)),
+        (bearer, _) => Arc::new(WebRequests(bearer)),
+    }
 }
 
 impl Requests for WithGivenToken {
@@ -84,11 +72,11 @@ impl Requests for WithGivenToken {
 
     fn redirected(&self, to: &Address) -> String {
         let session = self.credentials.known().filter(|_| lock(&self.servers).contains(&to.server));
-        session.map_or_else(String::new, |session| field(&session.found.key))
+        session.map_or_else(String::new, |session| bearer_field(&session.found.key))
     }
 
-    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
-        self.credentials.renewed(asked.generation, refusal)
+    fn renew(&self, _at: &str, generation: u64, refusal: &Refused) -> bool {
+        self.credentials.renewed(generation, refusal)
     }
 
     fn explained(&self, refusal: Refused) -> Error {
@@ -97,11 +85,5 @@ impl Requests for WithGivenToken {
             return e;
         }
         e.reworded(|why| format!("{why}; the token is from {CALLABLE}"))
-    }
-}
-
-impl fmt::Debug for WithGivenToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("tokens that are given")
     }
 }

@@ -1,10 +1,11 @@
 //! Asks the program for credentials: when they are needed, and again when they have expired.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::given::{CredentialSource, GivenCredentials};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Credentials are replaced so long before they expire, or in the middle of their time if that is short.
+/// Credentials are replaced so long before they expire, or in the middle of their time if that is short. It is longer than
+/// they may be used without being asked for again (`credentials`).
 pub(in crate::store::remote) const MARGIN: Duration = Duration::from_secs(300);
 /// The name of a callable in messages.
 pub(in crate::store::remote) const CALLABLE: &str = "the callable in storage credentials";
@@ -41,7 +42,10 @@ impl Giver {
             Some(when) => {
                 let left = when.duration_since(SystemTime::now()).unwrap_or_default();
                 if left.is_zero() {
-                    return Err(denied(format!("{} gave credentials that have expired already", self.origin)));
+                    return Err(Error::permission(format!(
+                        "{} gave credentials that have expired already",
+                        self.origin
+                    )));
                 }
                 let now = Instant::now();
                 let left = left.min(Duration::from_secs(1 << 30));
@@ -66,16 +70,8 @@ impl Giver {
             let origin = &self.origin;
             let text =
                 format!("{origin} gave no token, or one with spaces or control characters: this server needs a token");
-            return Err(invalid(text));
+            return Err(Error::invalid(text));
         }
         Ok(token.to_owned())
     }
-}
-
-fn invalid(text: impl Into<String>) -> Error {
-    Error::new(ErrorKind::Invalid, text)
-}
-
-fn denied(text: String) -> Error {
-    Error::new(ErrorKind::Permission, text)
 }

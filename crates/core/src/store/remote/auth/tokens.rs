@@ -1,17 +1,15 @@
 //! Tokens that a server gives for other credentials, or the program: asked for when they are needed, and again before they
 //! expire.
 
-use super::credentials::USABLE;
-use super::giver::{Giver, CALLABLE};
-use crate::error::{Error, ErrorKind, Result};
+use super::giver::{Giver, CALLABLE, MARGIN};
+use crate::error::{Error, Result};
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::control::Control;
 use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::jitter::Jitter;
-use object_store::client::HttpRequestBody;
+use object_store::client::{HttpRequest, HttpRequestBody};
 use serde::Deserialize;
 use serde_json::Value;
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -20,10 +18,8 @@ pub(in crate::store::remote) const QUICK: Duration = Duration::from_secs(2);
 pub(in crate::store::remote) const METADATA: &str = "169.254.169.254";
 pub(in crate::store::remote) const PATIENCE: Duration = Duration::from_secs(20);
 /// How often a server that gives tokens is asked, and the pause before it is asked again.
-const TRIES: u32 = 3;
+pub(in crate::store::remote) const TRIES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(200);
-/// A token is replaced so long before it expires: longer than it may be used without being asked for again (`credentials`).
-const MARGIN: Duration = Duration::from_secs(300);
 /// For how many seconds a token is valid that does not say it.
 pub(in crate::store::remote) const USUAL: u64 = 3600;
 /// For no more seconds any is taken to be.
@@ -69,7 +65,7 @@ impl<S: TokenSource> TokenProvider<S> {
         let (token, seconds) = self.source.fetch(common, self.has_given())?;
         if token.is_empty() || !token.bytes().all(|b| b.is_ascii_graphic()) {
             let text = "it is empty, or has spaces or control characters";
-            return Err(NoToken::Refused(Error::new(ErrorKind::Invalid, text)));
+            return Err(NoToken::Refused(Error::invalid(text)));
         }
         let valid = Duration::from_secs(seconds.min(LONGEST)).saturating_sub(MARGIN);
         self.token = Some((token.clone(), Instant::now() + valid));
@@ -94,20 +90,6 @@ impl<S> TokenGiver<S> {
     pub(in crate::store::remote) fn program(common: &Common) -> Option<TokenGiver<S>> {
         let source = common.settings.credentials.clone()?;
         Some(TokenGiver::Program(Giver::new(source, CALLABLE)))
-    }
-
-    /// How long what it gave last may be used.
-    pub(in crate::store::remote) fn left(&self) -> Duration {
-        match self {
-            TokenGiver::Program(giver) => giver.left().unwrap_or(USABLE),
-            TokenGiver::Server(_) => USABLE,
-        }
-    }
-}
-
-impl<S> fmt::Debug for TokenProvider<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TokenProvider").field("origin", &self.origin).finish_non_exhaustive()
     }
 }
 
@@ -136,9 +118,10 @@ impl TokenAnswer {
 }
 
 /// Names and values as a form or a query has them.
-pub(in crate::store::remote) fn form(fields: &[(&str, &str)]) -> String {
+pub(in crate::store::remote) fn form<N: AsRef<str>, V: AsRef<str>>(fields: &[(N, V)]) -> String {
     let value = |text: &str| escaped(text).replace('/', "%2F");
-    fields.iter().map(|(name, text)| format!("{name}={}", value(text))).collect::<Vec<_>>().join("&")
+    let pair = |(name, text): &(N, V)| format!("{}={}", name.as_ref(), value(text.as_ref()));
+    fields.iter().map(pair).collect::<Vec<_>>().join("&")
 }
 
 /// A token that the server at this address gives for a form.
@@ -151,6 +134,24 @@ pub(in crate::store::remote) fn posted(
     asked(&Control::new(common, PATIENCE), request, form(fields).into(), false)
 }
 
+/// Asks so many times at most, with pauses: again if the server is busy or broken, or if `again` says so of an error.
+pub(in crate::store::remote) fn ask_again(
+    control: &Control,
+    request: &HttpRequest,
+    tries: u32,
+    again: impl Fn(&Error) -> bool,
+) -> Result<(u16, Vec<u8>)> {
+    for _ in 1..tries {
+        match control.ask(request) {
+            Ok((status, _)) if status >= 500 || status == 429 => {}
+            Err(e) if again(&e) => {}
+            answer => return answer,
+        }
+        std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2));
+    }
+    control.ask(request)
+}
+
 /// A token, and for how many seconds it is valid. Servers that do not answer are asked once or several times.
 pub(in crate::store::remote) fn asked(
     control: &Control,
@@ -158,19 +159,9 @@ pub(in crate::store::remote) fn asked(
     body: HttpRequestBody,
     once: bool,
 ) -> Result<(String, u64), NoToken> {
-    let no_server = |_| NoToken::Refused(Error::new(ErrorKind::Invalid, "its settings do not make a valid request"));
+    let no_server = |_| NoToken::Refused(Error::invalid("its settings do not make a valid request"));
     let request = request.body(body).map_err(no_server)?;
-    let mut tries = TRIES;
-    let (status, body) = loop {
-        tries -= 1;
-        match control.ask(&request) {
-            Ok((status, _)) if tries > 0 && (status >= 500 || status == 429) => {
-                std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2))
-            }
-            Err(_) if tries > 0 && !once => std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2)),
-            answer => break answer.map_err(NoToken::Silence)?,
-        }
-    };
+    let (status, body) = ask_again(control, &request, TRIES, |_| !once).map_err(NoToken::Silence)?;
     let answer: TokenAnswer = serde_json::from_slice(&body).unwrap_or_default();
     let seconds = answer.seconds();
     match answer {
@@ -179,7 +170,7 @@ pub(in crate::store::remote) fn asked(
             let said = [error, error_description].into_iter().flatten().collect::<Vec<_>>().join(": ");
             let said: String = said.chars().filter(|c| !c.is_control()).take(160).collect();
             let text = format!("the token server answers {status} {said}");
-            Err(NoToken::Refused(Error::new(ErrorKind::Permission, text.trim_end())))
+            Err(NoToken::Refused(Error::permission(text.trim_end())))
         }
     }
 }

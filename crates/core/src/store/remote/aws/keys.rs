@@ -3,7 +3,7 @@
 
 use super::files::{value, Values};
 use super::place::{Profiles, S3Place};
-use super::services::{full, relative, AwsService, ContainerToken, Service};
+use super::services::{full, relative, AwsService, Service, TOKEN_FILE};
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::auth::credentials::{Finder, FoundKey, USABLE};
@@ -12,10 +12,10 @@ use crate::store::remote::environment::Environment;
 use crate::store::remote::given::CredentialSource;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
+use crate::store::remote::secret::Secret;
 use object_store::aws::AwsCredential;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 pub(in crate::store::remote) const VARIABLES: [&str; 30] = [
     "AWS_ACCESS_KEY_ID",
@@ -42,7 +42,7 @@ pub(in crate::store::remote) const VARIABLES: [&str; 30] = [
     "AWS_ROLE_SESSION_NAME",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    TOKEN_FILE,
     "AWS_CONTAINER_AUTHORIZATION_TOKEN",
     "AWS_EC2_METADATA_DISABLED",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
@@ -84,17 +84,10 @@ impl Finder for Aws {
         let place = S3Place::of(&self.settings, &self.environment, &files)?;
         if self.settings.anonymous {
             let key = AwsKey { credential: None, place };
-            return Ok(FoundKey { key, origin: String::new(), fades: false, renewable: false });
+            return Ok(FoundKey { key, origin: String::new(), usable: None, renewable: false });
         }
-        let FoundKey { key, origin, fades, renewable } = self.credential(common, &files, &place, provider)?;
-        Ok(FoundKey { key: AwsKey { credential: Some(key), place }, origin, fades, renewable })
-    }
-
-    fn left(&self, provider: &Option<Provider>) -> Duration {
-        match provider {
-            Some(Provider::Giver(giver)) => giver.left().unwrap_or(USABLE),
-            _ => USABLE,
-        }
+        let FoundKey { key, origin, usable, renewable } = self.credential(common, &files, &place, provider)?;
+        Ok(FoundKey { key: AwsKey { credential: Some(key), place }, origin, usable, renewable })
     }
 }
 
@@ -126,13 +119,16 @@ impl Aws {
         };
         let origin = service.origin.clone();
         match service.credential(common) {
-            Ok(credential) => Ok(FoundKey { key: checked(credential, &origin)?, origin, fades: true, renewable: true }),
+            Ok(credential) => {
+                let key = checked(credential, &origin)?;
+                Ok(FoundKey { key, origin, usable: Some(USABLE), renewable: true })
+            }
             Err(e) => {
                 let why = e.full_message();
                 let e = match (service.is_machine(), e.kind()) {
                     (true, _) => self.none(),
-                    (false, ErrorKind::Invalid) => invalid("no credentials"),
-                    (false, _) => denied(String::from("no credentials")),
+                    (false, ErrorKind::Invalid) => Error::invalid("no credentials"),
+                    (false, _) => Error::permission("no credentials"),
                 };
                 Err(e.reworded(|what| format!("{what}; {origin}: {why}")))
             }
@@ -140,7 +136,7 @@ impl Aws {
     }
 
     fn none(&self) -> Error {
-        denied(
+        Error::permission(
             "no credentials for S3 were found: neither in storage=, nor in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, nor \
              in AWS's configuration files, nor from a service of this machine. For a public bucket give \
              storage={\"anonymous\": True}"
@@ -151,34 +147,28 @@ impl Aws {
     /// Credentials that need no request.
     fn given(&self) -> Result<Option<FoundCredential>> {
         let S3Settings { access_key_id, secret_access_key, session_token, profile, .. } = &self.settings;
-        let of = |name| self.environment.get(name).map(str::to_owned);
-        let (id, secret, token, origin) = match (access_key_id, secret_access_key) {
+        let (key_id, secret_key, token, origin) = match (access_key_id, secret_access_key) {
             (Some(id), Some(secret)) => {
-                let token = session_token.as_ref().map(|token| token.shown().to_owned());
-                (id.clone(), secret.shown().to_owned(), token, "storage=")
+                (id.as_str(), secret.shown(), session_token.as_ref().map(Secret::shown), "storage=")
             }
             (None, None) if profile.is_some() => return Ok(None),
-            // As for the tools of AWS, a secret alone is none.
-            (None, None) => match (of("AWS_ACCESS_KEY_ID"), of("AWS_SECRET_ACCESS_KEY")) {
-                (Some(id), Some(secret)) => {
-                    let token = self.environment.first(&["AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"]);
-                    (id, secret, token.map(str::to_owned), "the variable AWS_ACCESS_KEY_ID")
-                }
-                (None, _) => return Ok(None),
-                (Some(_), None) => {
-                    return Err(invalid(
-                        "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not: they belong together",
-                    ))
-                }
-            },
+            (None, None) => {
+                // As for the tools of AWS, a secret alone is none.
+                let Some(id) = self.environment.get("AWS_ACCESS_KEY_ID") else { return Ok(None) };
+                let text = "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not: they belong together";
+                let secret = self.environment.get("AWS_SECRET_ACCESS_KEY").ok_or_else(|| Error::invalid(text))?;
+                let token = self.environment.first(&["AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"]);
+                (id, secret, token, "the variable AWS_ACCESS_KEY_ID")
+            }
             _ => {
-                return Err(invalid(
+                return Err(Error::invalid(
                     "storage=: access_key_id and secret_access_key belong together, and one of them is missing",
                 ))
             }
         };
-        let key = checked(Arc::new(AwsCredential { key_id: id, secret_key: secret, token }), origin)?;
-        Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: false }))
+        let (key_id, secret_key, token) = (key_id.to_owned(), secret_key.to_owned(), token.map(str::to_owned));
+        let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), origin)?;
+        Ok(Some(FoundKey { key, origin: origin.to_owned(), usable: None, renewable: false }))
     }
 
     /// Credentials from profile and environment, in the order of the tools of AWS.
@@ -222,7 +212,7 @@ impl Aws {
             let text =
                 "AWS_WEB_IDENTITY_TOKEN_FILE is set, or web_identity_token_file of the profile, and no role: set \
                         AWS_ROLE_ARN, or role_arn of the profile";
-            return Err(invalid(text));
+            return Err(Error::invalid(text));
         };
         let session = of("AWS_ROLE_SESSION_NAME", "role_session_name").unwrap_or_else(|| "penstock".to_owned());
         let sts = place.sts(&self.environment, files)?;
@@ -244,9 +234,8 @@ impl Aws {
         } else {
             return Ok(None);
         };
-        let (by_file, by_text) = ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN");
-        let file = of(by_file).map(|file| ContainerToken::File(by_file, file));
-        let token = file.or_else(|| of(by_text).map(|token| ContainerToken::Text(by_text, token)));
+        let token = self.environment.named(&[TOKEN_FILE, "AWS_CONTAINER_AUTHORIZATION_TOKEN"]);
+        let token = token.map(|(variable, value)| (variable, value.to_owned()));
         Ok(Some(Looked::Provider(Provider::Service(Service::new(AwsService::Container(at, token), origin)))))
     }
 
@@ -298,13 +287,13 @@ fn of_profile(values: &Values, origin: &str) -> Result<Option<FoundCredential>> 
     let of = |key| value(values, key).map(str::to_owned);
     let Some(key_id) = of("aws_access_key_id") else { return Ok(None) };
     let Some(secret_key) = of("aws_secret_access_key") else {
-        return Err(invalid(&format!(
+        return Err(Error::invalid(format!(
             "{origin} has aws_access_key_id, and no aws_secret_access_key: they belong together"
         )));
     };
     let token = of("aws_security_token").or_else(|| of("aws_session_token"));
     let key = checked(Arc::new(AwsCredential { key_id, secret_key, token }), origin)?;
-    Ok(Some(FoundKey { key, origin: origin.to_owned(), fades: false, renewable: true }))
+    Ok(Some(FoundKey { key, origin: origin.to_owned(), usable: None, renewable: true }))
 }
 
 /// `fades`: it may give others before anybody knows that those are no longer valid.
@@ -312,28 +301,25 @@ fn from_giver(giver: &mut Giver, fades: bool) -> Result<FoundCredential> {
     let given = giver.credentials()?;
     let (Some(key_id), Some(secret)) = (given.access_key_id, given.secret_access_key) else {
         let text = format!("{} gave no access_key_id and secret_access_key, which S3 needs", giver.origin);
-        return Err(invalid(&text));
+        return Err(Error::invalid(text));
     };
     let token = given.session_token.map(|token| token.shown().to_owned());
     let key = checked(Arc::new(AwsCredential { key_id, secret_key: secret.shown().to_owned(), token }), &giver.origin)?;
-    Ok(FoundKey { key, origin: giver.origin.clone(), fades: fades || giver.left().is_some(), renewable: true })
+    Ok(FoundKey {
+        key,
+        origin: giver.origin.clone(),
+        usable: giver.left().or(fades.then_some(USABLE)),
+        renewable: true,
+    })
 }
 
 /// The credential, if requests can carry it.
 fn checked(credential: Arc<AwsCredential>, origin: &str) -> Result<Arc<AwsCredential>> {
     let fits = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_graphic());
     if !fits(&credential.key_id) || !credential.token.as_deref().is_none_or(fits) || credential.secret_key.is_empty() {
-        return Err(invalid(&format!(
+        return Err(Error::invalid(format!(
             "the access key or the session token from {origin} is empty, or has spaces or control characters"
         )));
     }
     Ok(credential)
-}
-
-fn denied(text: String) -> Error {
-    Error::new(ErrorKind::Permission, text)
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }

@@ -3,7 +3,7 @@
 use super::files::{nested, AwsFiles, ProfileValues};
 use super::settings::{is_region, Addressing, S3Settings};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::remote::environment::{meant, Environment};
+use crate::store::remote::environment::{is_true, meant, Environment};
 use crate::store::remote::http::address::Address;
 
 const REGION: &str = "us-east-1";
@@ -35,9 +35,6 @@ pub(super) struct Variant {
     pub(super) dualstack: bool,
 }
 
-/// A text, and where it comes from, in words.
-struct Quoted<'a>(&'a str, String);
-
 impl S3Place {
     /// The place from settings, environment and profile, in this order.
     pub(super) fn of(settings: &S3Settings, environment: &Environment, files: &Profiles) -> Result<S3Place> {
@@ -45,18 +42,12 @@ impl S3Place {
             files.profile()?;
         }
         let (region, is_fips) = region_of(settings, environment, files)?;
-        let endpoint = endpoint_of("s3", settings.endpoint.as_deref(), environment, files)?.map(|found| found.0);
-        let of_profile = |key: &str| files.found.get(key).is_some_and(|value| value.eq_ignore_ascii_case("true"));
-        let says = |variable: &str, key: &str| match environment.get(variable) {
-            Some(_) => environment.is_true(variable),
-            None => of_profile(key),
-        };
-        let nested_true =
-            |key: &str| files.found.nested("s3", key).is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        let endpoint = endpoint_of("s3", settings.endpoint.as_deref(), environment, files)?.map(|named| named.address);
+        let says = |variable: &str, key: &str| environment.get(variable).or(files.found.get(key)).is_some_and(is_true);
         let variant = Variant {
             fips: is_fips || says("AWS_USE_FIPS_ENDPOINT", "use_fips_endpoint"),
             dualstack: says("AWS_USE_DUALSTACK_ENDPOINT", "use_dualstack_endpoint")
-                || nested_true("use_dualstack_endpoint"),
+                || files.found.nested("s3", "use_dualstack_endpoint").is_some_and(is_true),
         };
         let addressing = settings.addressing.or_else(|| match files.found.nested("s3", "addressing_style") {
             Some("path") => Some(Addressing::Path),
@@ -97,9 +88,9 @@ impl S3Place {
     }
 
     /// Where STS is, and what names it, if something does.
-    pub(super) fn sts(&self, environment: &Environment, files: &Profiles) -> Result<StsPlace> {
-        if let Some((address, origin)) = endpoint_of("sts", None, environment, files)? {
-            return Ok(StsPlace { address, origin });
+    pub(super) fn sts(&self, environment: &Environment, files: &Profiles) -> Result<NamedEndpoint> {
+        if let Some(named) = endpoint_of("sts", None, environment, files)? {
+            return Ok(named);
         }
         let Variant { fips, dualstack } = self.variant;
         let region = S3Place::signing(&self.region);
@@ -110,12 +101,12 @@ impl S3Place {
             (_, domain) => domain,
         };
         let address = Address::parse(&format!("https://{name}.{region}.{domain}"))?;
-        Ok(StsPlace { address, origin: String::new() })
+        Ok(NamedEndpoint { address, origin: String::new() })
     }
 }
 
-/// Where STS is, and what names it, in words.
-pub(in crate::store::remote) struct StsPlace {
+/// Where S3 or STS is, and what names it, in words.
+pub(in crate::store::remote) struct NamedEndpoint {
     pub(super) address: Address,
     pub(super) origin: String,
 }
@@ -151,7 +142,7 @@ impl Profiles {
         match self.origin {
             Some(origin) if !self.found.is_there => {
                 let (name, looked) = (&self.name, self.files.paths.join(" or "));
-                Err(invalid(format!("there is no AWS profile {name:?} in {looked} ({origin} names it)")))
+                Err(Error::invalid(format!("there is no AWS profile {name:?} in {looked} ({origin} names it)")))
             }
             _ => Ok(&self.found),
         }
@@ -165,11 +156,11 @@ fn domain(region: &str) -> &'static str {
 /// The region, and whether its name asks for the FIPS endpoint, as older programs write it.
 fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles) -> Result<(String, bool)> {
     let named = environment.named(&["AWS_REGION", "AWS_DEFAULT_REGION"]);
-    let Quoted(text, origin) = match (&settings.region, named) {
-        (Some(text), _) => Quoted(meant(text), "region in storage=".to_owned()),
-        (None, Some((variable, text))) => Quoted(text, variable.to_owned()),
+    let (text, origin) = match (&settings.region, named) {
+        (Some(text), _) => (meant(text), "region in storage=".to_owned()),
+        (None, Some((variable, text))) => (text, variable.to_owned()),
         (None, None) => match files.profile()?.get("region") {
-            Some(text) => Quoted(meant(text), format!("region of the AWS profile {:?}", files.name)),
+            Some(text) => (meant(text), format!("region of the AWS profile {:?}", files.name)),
             None => return Ok((REGION.to_owned(), false)),
         },
     };
@@ -178,7 +169,7 @@ fn region_of(settings: &S3Settings, environment: &Environment, files: &Profiles)
     if !is_region(region) {
         let text =
             format!("{origin}: the region is empty, or has characters other than a-z, digits, '-': such as us-east-1");
-        return Err(invalid(text));
+        return Err(Error::invalid(text));
     }
     Ok((region.to_owned(), is_fips))
 }
@@ -189,21 +180,21 @@ fn endpoint_of(
     given: Option<&str>,
     environment: &Environment,
     files: &Profiles,
-) -> Result<Option<(Address, String)>> {
+) -> Result<Option<NamedEndpoint>> {
     let variables = match service {
         "s3" => ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"],
         _ => ["AWS_ENDPOINT_URL_STS", "AWS_ENDPOINT_URL"],
     };
     let name = &files.name;
     let ignored = environment.is_true("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
-        || files.found.get("ignore_configured_endpoint_urls").is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        || files.found.get("ignore_configured_endpoint_urls").is_some_and(is_true);
     let said = match (given, environment.named(&variables)) {
-        (Some(text), _) => Some(Quoted(text, "endpoint in storage=".to_owned())),
+        (Some(text), _) => Some((text, "endpoint in storage=".to_owned())),
         _ if ignored => None,
-        (None, Some((variable, text))) => Some(Quoted(text, variable.to_owned())),
+        (None, Some((variable, text))) => Some((text, variable.to_owned())),
         (None, None) => None,
     };
-    if let Some(Quoted(text, origin)) = said {
+    if let Some((text, origin)) = said {
         return parsed(service, text, &origin).map(Some);
     }
     if ignored {
@@ -211,8 +202,11 @@ fn endpoint_of(
     }
     let profile = files.profile()?;
     if let Some(section) = profile.get("services") {
-        let none =
-            || invalid(format!("the AWS profile {name:?} names the section [services {section}], which there is not"));
+        let none = || {
+            Error::invalid(format!(
+                "the AWS profile {name:?} names the section [services {section}], which there is not"
+            ))
+        };
         let values = files.files.services(section).ok_or_else(none)?;
         if let Some(text) = values.get(service).and_then(|text| nested(text, "endpoint_url")) {
             return parsed(service, text, &format!("endpoint_url in [services {section}]")).map(Some);
@@ -222,16 +216,12 @@ fn endpoint_of(
     profile.get("endpoint_url").map(|text| parsed(service, text, &origin)).transpose()
 }
 
-fn parsed(service: &str, text: &str, origin: &str) -> Result<(Address, String)> {
+fn parsed(service: &str, text: &str, origin: &str) -> Result<NamedEndpoint> {
     let service = if service == "s3" { "S3" } else { "STS" };
     let address = Address::parse(meant(text)).map_err(|e| {
         e.reworded(|why| format!("the endpoint for {service} ({origin}): {why}; give https://host or http://host:port"))
     })?;
-    Ok((address, origin.to_owned()))
-}
-
-fn invalid(text: String) -> Error {
-    Error::new(ErrorKind::Invalid, text)
+    Ok(NamedEndpoint { address, origin: origin.to_owned() })
 }
 
 #[cfg(test)]

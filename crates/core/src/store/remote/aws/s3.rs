@@ -15,7 +15,7 @@ use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::request::{Get, Listed, Requests};
-use crate::store::remote::listing::{list, listed, parts, s3_query, Ask};
+use crate::store::remote::listing::{list, parts, s3_query, Ask};
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use object_store::aws::{AwsAuthorizer, AwsCredential};
@@ -81,7 +81,7 @@ impl S3 {
     fn made(&self, at: &str, with: &AwsKey, generation: u64) -> Result<Get> {
         let (bucket, key) = bucket_and_key(at)?;
         if key.is_empty() {
-            return Err(invalid("it names a bucket, and no object in it"));
+            return Err(Error::invalid("it names a bucket, and no object in it"));
         }
         let region = self.region(bucket, with);
         let Address { server, target } = self.place(bucket, &region, with)?;
@@ -99,10 +99,8 @@ impl S3 {
             None => {
                 let Address { server, target } = self.place(ask.bucket, &self.region(ask.bucket, ask.key), ask.key)?;
                 let target = target.trim_end_matches('/');
-                let pairs = s3_query(ask);
-                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
                 let path = if target.is_empty() { "/" } else { target };
-                Address { server, target: format!("{path}?{}", form(&pairs)) }
+                Address { server, target: format!("{path}?{}", form(&s3_query(ask))) }
             }
         };
         let is_moved = ask.moved.is_some();
@@ -151,27 +149,9 @@ impl S3 {
             lock(&self.regions).insert(bucket.to_owned(), region.to_owned());
         }
     }
-
-    fn renewed(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
-        let Ok((bucket, _)) = bucket_and_key(at) else { return false };
-        if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
-            let mut regions = lock(&self.regions);
-            let Some(session) = self.credentials.known() else { return true };
-            if regions.get(bucket).unwrap_or(&session.found.key.place.region) != region {
-                regions.insert(bucket.to_owned(), region.to_owned());
-                self.credentials.generation.fetch_add(1, Ordering::AcqRel);
-                return true;
-            }
-        }
-        self.credentials.renewed(generation, refusal)
-    }
 }
 
 impl Requests for S3 {
-    fn name(&self) -> &'static str {
-        "s3"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.credentials.with_key(wake, |key, generation| {
             self.once((at.to_owned(), None), generation, || self.made(at, key, generation))
@@ -191,52 +171,44 @@ impl Requests for S3 {
         parts(at).into_iter().for_each(|(bucket, _)| self.learn(bucket, region));
     }
 
-    fn renew(&self, at: &str, asked: &Get, refusal: &Refused) -> bool {
-        self.renewed(at, asked.generation, refusal)
+    fn renew(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
+        let Ok((bucket, _)) = bucket_and_key(at) else { return false };
+        if let Some(region) = refusal.region.as_deref().filter(|region| is_region(region)) {
+            let mut regions = lock(&self.regions);
+            let Some(session) = self.credentials.known() else { return true };
+            if regions.get(bucket).unwrap_or(&session.found.key.place.region) != region {
+                regions.insert(bucket.to_owned(), region.to_owned());
+                self.credentials.generation.fetch_add(1, Ordering::AcqRel);
+                return true;
+            }
+        }
+        self.credentials.renewed(generation, refusal)
     }
 
     fn explained(&self, refusal: Refused) -> Error {
-        if refusal.error.kind() != ErrorKind::Permission {
-            return refusal.error;
-        }
-        let with = match self.credentials.latest() {
-            Some(session) if session.found.key.credential.is_none() => "the request was not signed".to_owned(),
-            Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "there are no credentials yet".to_owned(),
-        };
-        let hint = refusal.hint(&[
-            ("AccessDenied", "S3 also answers AccessDenied for a missing object if you may not list the bucket"),
-            ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
-            ("SignatureDoesNotMatch", "is the secret access key right?"),
-            ("RequestTimeTooSkewed", "is the clock of this machine right?"),
-            ("Expired", "they are no longer valid: get new ones"),
-        ]);
-        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
-        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
+        self.credentials.explained(
+            refusal,
+            |found| found.key.credential.is_none().then(|| "the request was not signed".to_owned()),
+            &[
+                ("AccessDenied", "S3 also answers AccessDenied for a missing object if you may not list the bucket"),
+                ("InvalidAccessKeyId", "is that key for this server? (endpoint=)"),
+                ("SignatureDoesNotMatch", "is the secret access key right?"),
+                ("RequestTimeTooSkewed", "is the clock of this machine right?"),
+                ("Expired", "they are no longer valid: get new ones"),
+            ],
+        )
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
-        let text = at.to_string();
-        bucket_and_key(&text).map_err(|e| e.at(at))?;
-        let names = |bucket: &str, prefix: &str| {
-            listed(
-                &self.credentials,
-                bucket,
-                prefix,
-                |ask| self.page(ask),
-                |generation, refusal| self.renewed(&text, generation, refusal),
-            )
-        };
-        list(at, names, |refusal| self.explained(refusal))
+        bucket_and_key(&at.to_string()).map_err(|e| e.at(at))?;
+        list(self, &self.credentials, at, |ask| self.page(ask))
     }
 }
 
 /// The fields that sign a request for this address.
 fn signature(address: &Address, credential: &AwsCredential, region: &str, payer: bool) -> Result<String> {
-    let failed = || Error::new(ErrorKind::Invalid, "no request can be signed for this address");
-    let Server { tls, .. } = address.server;
-    let scheme = if tls { "https" } else { "http" };
-    let uri = format!("{scheme}://{}{}", address.server.authority(), address.target);
+    let failed = || Error::invalid("no request can be signed for this address");
+    let uri = format!("{}{}", address.server.origin(), address.target);
     let request = http::Request::builder().uri(uri).body(HttpRequestBody::empty());
     let mut request = request.map_err(|_| failed())?;
     let authorizer = AwsAuthorizer::new(credential, "s3", region).with_sign_payload(false).with_request_payer(payer);
@@ -259,29 +231,17 @@ fn bucket_and_key(at: &str) -> Result<(&str, &str)> {
         // arn:partition:service:region:account:accesspoint/name
         let service = bucket.split(':').nth(2).unwrap_or_default();
         let is_global = bucket.split(':').nth(3).is_some_and(str::is_empty);
-        return match service {
-            "s3-outposts" => {
-                refused("this is an ARN of S3 on Outposts, which is not supported", "give a bucket of a region")
-            }
-            "s3-object-lambda" => {
-                refused("this is an ARN of an S3 Object Lambda access point, which is not supported", "give its bucket")
-            }
-            "s3express" => refused(
-                "this is an ARN of S3 Express One Zone, which is not supported",
-                "give a general purpose bucket",
-            ),
+        let (what, instead) = match service {
+            "s3-outposts" => ("S3 on Outposts", "give a bucket of a region"),
+            "s3-object-lambda" => ("an S3 Object Lambda access point", "give its bucket"),
+            "s3express" => ("S3 Express One Zone", "give a general purpose bucket"),
             _ if !bucket.contains(":accesspoint") => {
-                refused("this is the ARN of a bucket", "give its name, which stands behind the last colon")
+                return refused("this is the ARN of a bucket", "give its name, which stands behind the last colon")
             }
-            _ if is_global => refused(
-                "this is an ARN of a multi-region access point, which is not supported",
-                "give a bucket of a region",
-            ),
-            _ => refused(
-                "this is an ARN of an access point, which is not supported",
-                "give the access point's alias (it ends with -s3alias), or its bucket",
-            ),
+            _ if is_global => ("a multi-region access point", "give a bucket of a region"),
+            _ => ("an access point", "give the access point's alias (it ends with -s3alias), or its bucket"),
         };
+        return refused(&format!("this is an ARN of {what}, which is not supported"), instead);
     }
     for (end, what, instead) in [
         ("--x-s3", "a directory bucket of S3 Express One Zone", "give a general purpose bucket"),
@@ -305,10 +265,6 @@ fn fits_into_hosts(bucket: &str, tls: bool) -> bool {
         && bucket.bytes().all(fits)
         && bucket.split('.').all(label)
         && !bucket.starts_with("xn--")
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]
@@ -365,15 +321,18 @@ mod tests {
         );
         assert_eq!(s3.request("s3://b/k", None).unwrap().unwrap().fields, first.fields);
         let moved = |region: &str| refused(false, Some(region));
-        assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
+        assert!(s3.renew("s3://b/k", first.generation, &moved("r-2")));
         // Requests that were on their way meanwhile, and then one that the server sends back to where it came from.
-        assert!(s3.renew("s3://b/k", &first, &moved("r-2")));
+        assert!(s3.renew("s3://b/k", first.generation, &moved("r-2")));
         let second = s3.request("s3://b/k", None).unwrap().unwrap();
         assert!(second.fields.contains("/r-2/s3/") && second.generation > first.generation);
-        assert!(!s3.renew("s3://b/k", &second, &moved("r-2")) && !s3.renew("s3://b/k", &second, &moved("r 3")));
+        assert!(
+            !s3.renew("s3://b/k", second.generation, &moved("r-2"))
+                && !s3.renew("s3://b/k", second.generation, &moved("r 3"))
+        );
         // Keys that were given are not renewed.
         let refusal = refused(true, None);
-        assert!(!s3.renew("s3://b/k", &second, &refusal));
+        assert!(!s3.renew("s3://b/k", second.generation, &refusal));
     }
 
     fn refused(access: bool, region: Option<&str>) -> Refused {
@@ -407,7 +366,7 @@ mod tests {
         // The place says which region it is: from then on that one counts.
         let refusal = refused(false, Some("r-9"));
         let there = moved("https://node-7.example.com:8443/b/k");
-        assert!(s3.renew("s3://b/k", &there, &refusal));
+        assert!(s3.renew("s3://b/k", there.generation, &refusal));
         assert!(moved("https://node-7.example.com:8443/b/k").fields.contains("/r-9/s3/"));
         let anonymous = store(S3Settings { anonymous: true, ..S3Settings::default() }, &[("AWS_REGION", "r")]);
         assert!(anonymous.request("s3://b/k", None).unwrap().is_ok());

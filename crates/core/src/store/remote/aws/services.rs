@@ -1,15 +1,15 @@
 //! Services that give credentials of AWS: STS for a web identity, that of a container or a pod, and that of a machine.
 
-use super::place::StsPlace;
+use super::place::NamedEndpoint;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::auth::giver::MARGIN;
-use crate::store::remote::auth::tokens::{form, PATIENCE, QUICK};
+use crate::store::remote::auth::tokens::{ask_again, form, PATIENCE, QUICK, TRIES};
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::answer::Answer;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::control::Control;
-use crate::store::remote::http::jitter::Jitter;
-use chrono::{DateTime, Utc};
+use crate::store::remote::http::xml::unescaped;
+use chrono::DateTime;
 use http::request::Builder;
 use http::Request;
 use object_store::aws::AwsCredential;
@@ -19,9 +19,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-/// How often a service is asked that does not answer, or answers that it cannot now; and the pause between.
-const TRIES: u32 = 3;
-const PAUSE: Duration = Duration::from_millis(200);
 /// Credentials that do not say how long they are valid are asked for again after so long.
 const UNSAID: Duration = Duration::from_secs(900);
 /// The credential server of Amazon's containers.
@@ -32,20 +29,17 @@ const NEAR: [&str; 3] = ["169.254.170.2", "169.254.170.23", "fd00:ec2::23"];
 /// A service that gives credentials.
 pub(in crate::store::remote) enum AwsService {
     /// A role that a web identity takes: the file with its token, the role, the name of the session, and where STS is.
-    WebIdentity { file: String, role: String, session: String, sts: StsPlace },
+    WebIdentity { file: String, role: String, session: String, sts: NamedEndpoint },
     /// The service of a container.
     Container(Address, Option<ContainerToken>),
     /// The metadata service of a machine.
     Machine(Address),
 }
 
-/// The token for the service of a container.
-pub(in crate::store::remote) enum ContainerToken {
-    /// The variable that names its file, and the file.
-    File(&'static str, String),
-    /// The variable, and the token.
-    Text(&'static str, String),
-}
+/// The token for the service of a container, or its file: the variable that says it, and the value of that.
+pub(super) type ContainerToken = (&'static str, String);
+/// The variable that names a file.
+pub(super) const TOKEN_FILE: &str = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE";
 
 /// A service, and what it gave last.
 pub(in crate::store::remote) struct Service {
@@ -74,15 +68,12 @@ impl Service {
                 return Ok(credential.clone());
             }
         }
-        let Issued { credential, expires } = match &self.source {
+        let (credential, expires) = match &self.source {
             AwsService::WebIdentity { file, role, session, sts } => web_identity(common, file, role, session, sts)?,
             AwsService::Container(at, token) => container(common, at, token.as_ref())?,
             AwsService::Machine(at) => machine(common, at)?,
         };
-        let left = match expires {
-            Some(when) => (when - DateTime::<Utc>::from(SystemTime::now())).to_std().unwrap_or_default(),
-            None => UNSAID,
-        };
+        let left = expires.map_or(UNSAID, |when| when.duration_since(SystemTime::now()).unwrap_or_default());
         let left = left.min(Duration::from_secs(1 << 30));
         let credential = Arc::new(credential);
         self.last = Some((credential.clone(), Instant::now() + left - MARGIN.min(left / 2)));
@@ -90,10 +81,8 @@ impl Service {
     }
 }
 
-struct Issued {
-    credential: AwsCredential,
-    expires: Option<DateTime<Utc>>,
-}
+/// A credential, and when it expires.
+type Issued = (AwsCredential, Option<SystemTime>);
 
 /// The answer of a container's or a machine's service.
 #[derive(Deserialize)]
@@ -110,7 +99,7 @@ pub(super) fn relative(path: &str) -> Result<Address> {
     if path.contains("://") {
         let text =
             "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI is a whole address: set AWS_CONTAINER_CREDENTIALS_FULL_URI instead";
-        return Err(invalid(text));
+        return Err(Error::invalid(text));
     }
     Address::parse(&format!("{CONTAINERS}/{}", path.trim_start_matches('/')))
 }
@@ -125,27 +114,19 @@ pub(super) fn full(uri: &str) -> Result<Address> {
     }
     let text = "without TLS it may only name this machine, or 169.254.170.2, 169.254.170.23 or [fd00:ec2::23], because a token \
                 would be readable on the way: give an https:// address";
-    Err(invalid(&wrong(text)))
+    Err(Error::invalid(wrong(text)))
 }
 
 /// Asks, several times if there is no answer, or one that may be another the next time. Other answers than 200 are errors.
 fn asked(control: &Control, tries: u32, request: Builder, body: String) -> Result<Vec<u8>> {
-    let no_request = |_| invalid("its settings do not make a valid request");
+    let no_request = |_| Error::invalid("its settings do not make a valid request");
     let request: Request<HttpRequestBody> = request.body(body.into()).map_err(no_request)?;
-    let mut left = tries;
-    loop {
-        left -= 1;
-        match control.ask(&request) {
-            Ok((200, body)) => return Ok(body),
-            Ok((status, _)) if left > 0 && (status >= 500 || status == 429) => {}
-            Err(e) if left > 0 && e.kind() == ErrorKind::Io => {}
-            Ok((status, body)) => {
-                let answer = Answer::of(status, &[], &body);
-                return Err(denied(format!("it answered {}", answer.shown())).answered(status, None));
-            }
-            Err(e) => return Err(e),
+    match ask_again(control, &request, tries, |e| e.kind() == ErrorKind::Io)? {
+        (200, body) => Ok(body),
+        (status, body) => {
+            let answer = Answer::of(status, &[], &body);
+            Err(Error::permission(format!("it answered {}", answer.shown())).answered(status, None))
         }
-        std::thread::sleep(Jitter::random().between(PAUSE / 2, PAUSE * 3 / 2));
     }
 }
 
@@ -153,10 +134,10 @@ fn uri(at: &Address, path: &str) -> String {
     format!("{}{}{path}", at.server.origin(), at.target.trim_end_matches('/'))
 }
 
-fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &StsPlace) -> Result<Issued> {
-    let StsPlace { address: sts, origin } = sts;
+fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts: &NamedEndpoint) -> Result<Issued> {
+    let NamedEndpoint { address: sts, origin } = sts;
     if !common.keeps_secrets(&sts.server) {
-        return Err(invalid(&format!(
+        return Err(Error::invalid(format!(
             "the endpoint for STS ({origin}) is http://, and the token of the web identity would be readable on the way: give an \
              https:// address; AWS_ENDPOINT_URL_STS names that of STS alone"
         )));
@@ -176,8 +157,7 @@ fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts
     let of = |name: &str| {
         let (_, rest) = text.split_once("<Credentials>")?.1.split_once(&format!("<{name}>"))?;
         let (found, _) = rest.split_once(&format!("</{name}>"))?;
-        let plain = found.trim().replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", "\"");
-        Some(plain.replace("&amp;", "&"))
+        Some(unescaped(found.trim()).into_owned())
     };
     made(of("AccessKeyId"), of("SecretAccessKey"), of("SessionToken"), of("Expiration"))
 }
@@ -185,17 +165,16 @@ fn web_identity(common: &Arc<Common>, file: &str, role: &str, session: &str, sts
 fn container(common: &Arc<Common>, at: &Address, token: Option<&ContainerToken>) -> Result<Issued> {
     let mut request = Request::get(uri(at, "")).header("accept", "application/json");
     if let Some(token) = token {
-        let (variable, token) = match token {
-            ContainerToken::Text(variable, token) => (*variable, token.clone()),
-            ContainerToken::File(variable, file) => {
-                let read = std::fs::read_to_string(file);
-                (*variable, read.map_err(|e| Error::io(&format!("read the token file {file} ({variable})"), &e))?)
-            }
+        let (variable, value) = token;
+        let token = match *variable {
+            TOKEN_FILE => std::fs::read_to_string(value)
+                .map_err(|e| Error::io(&format!("read the token file {value} ({variable})"), &e))?,
+            _ => value.clone(),
         };
         let token = token.trim();
         if token.is_empty() || !token.bytes().all(|b| (b' '..=b'~').contains(&b)) {
             let text = format!("the token of {variable} is empty, or has characters that are not visible ASCII");
-            return Err(invalid(&text));
+            return Err(Error::invalid(text));
         }
         request = request.header("authorization", token);
     }
@@ -221,34 +200,25 @@ fn machine(common: &Arc<Common>, at: &Address) -> Result<Issued> {
     let roles = String::from_utf8_lossy(&roles);
     let role = roles.lines().next().unwrap_or_default().trim();
     if role.is_empty() {
-        return Err(denied("this machine has no role".to_owned()));
+        return Err(Error::permission("this machine has no role"));
     }
     answered(&get(&crate::store::remote::http::escaping::escaped(role))?)
 }
 
 fn answered(body: &[u8]) -> Result<Issued> {
     let Ok(Answered { access_key_id, secret_access_key, token, expiration }) = serde_json::from_slice(body) else {
-        return Err(denied("its answer is not understood".to_owned()));
+        return Err(Error::permission("its answer is not understood"));
     };
     made(access_key_id, secret_access_key, token, expiration)
 }
 
 fn made(id: Option<String>, secret: Option<String>, token: Option<String>, expires: Option<String>) -> Result<Issued> {
     let (Some(key_id), Some(secret_key)) = (id, secret) else {
-        return Err(denied("its answer has no AccessKeyId and SecretAccessKey".to_owned()));
+        return Err(Error::permission("its answer has no AccessKeyId and SecretAccessKey"));
     };
     let expires = expires.as_deref().and_then(|text| DateTime::parse_from_rfc3339(text).ok());
     let token = token.filter(|token| !token.is_empty());
-    let credential = AwsCredential { key_id, secret_key, token };
-    Ok(Issued { credential, expires: expires.map(|when| when.with_timezone(&Utc)) })
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
-}
-
-fn denied(text: String) -> Error {
-    Error::new(ErrorKind::Permission, text)
+    Ok((AwsCredential { key_id, secret_key, token }, expires.map(SystemTime::from)))
 }
 
 #[cfg(test)]
@@ -262,7 +232,7 @@ mod tests {
         std::fs::write(&file, "token").unwrap();
         let file_name = file.to_str().unwrap();
         let asked = |at: &str| {
-            let place = StsPlace { address: Address::parse(at).unwrap(), origin: "AWS_ENDPOINT_URL".into() };
+            let place = NamedEndpoint { address: Address::parse(at).unwrap(), origin: "AWS_ENDPOINT_URL".into() };
             web_identity(&Arc::new(Common::default()), file_name, "role", "session", &place).err().unwrap()
         };
         let e = asked("http://192.0.2.1:9000/");

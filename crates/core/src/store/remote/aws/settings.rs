@@ -1,6 +1,6 @@
 //! How S3 is asked.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::given::GivesCredentials;
 use crate::store::remote::secret::Secret;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ pub(in crate::store::remote) fn check_region(text: &str) -> Result<()> {
     let text = text.strip_prefix("fips-").or(text.strip_suffix("-fips")).unwrap_or(text);
     match is_region(text) {
         true => Ok(()),
-        false => Err(Error::new(ErrorKind::Invalid, "a region has letters, digits and '-' only: such as us-east-1")),
+        false => Err(Error::invalid("a region has letters, digits and '-' only: such as us-east-1")),
     }
 }
 

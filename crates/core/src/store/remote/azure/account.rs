@@ -1,7 +1,7 @@
 //! The storage account of Azure, and the credentials that its owner gave.
 
 use super::settings::AzureSettings;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::environment::{meant, Environment};
 use crate::store::remote::http::address::Address;
 use crate::store::remote::secret::Secret;
@@ -35,7 +35,7 @@ impl Account {
         let secret = |secret: &Option<Secret>| secret.as_ref().map(|s| (s.shown().to_owned(), "storage="));
         let (key, signature) = (secret(&settings.account_key), secret(&settings.sas_token));
         if key.is_some() && signature.is_some() {
-            return Err(invalid("storage=: give account_key or sas_token, not both"));
+            return Err(Error::invalid("storage=: give account_key or sas_token, not both"));
         }
         let mut found = match environment.get(STRING) {
             Some(text) => Account::of_string(text)?,
@@ -54,7 +54,7 @@ impl Account {
         found.endpoint = given.or(found.endpoint);
         let fits = |name: &String| !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
         if !found.name.as_ref().is_none_or(fits) {
-            return Err(invalid(
+            return Err(Error::invalid(
                 "the name of the storage account (account_name in storage=, AZURE_STORAGE_ACCOUNT, \
                  AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING) is empty, or has characters other than \
                  a-z, digits and '-'",
@@ -78,7 +78,7 @@ impl Account {
         let mut values = BTreeMap::new();
         for part in text.split(';').map(str::trim).filter(|part| !part.is_empty()) {
             let (name, value) =
-                part.split_once('=').ok_or_else(|| invalid(&format!("{STRING} has a part without '='")))?;
+                part.split_once('=').ok_or_else(|| Error::invalid(format!("{STRING} has a part without '='")))?;
             values.insert(name.to_ascii_lowercase(), value.to_owned());
         }
         if values.get("usedevelopmentstorage").is_some_and(|value| value.eq_ignore_ascii_case("true")) {
@@ -93,7 +93,7 @@ impl Account {
         let endpoint = take("blobendpoint").or_else(|| name.as_ref().map(|name| built(name, scheme, suffix)));
         let endpoint = endpoint.map(|text| (text, STRING));
         if endpoint.is_none() {
-            return Err(invalid(&format!("{STRING} has neither AccountName nor BlobEndpoint")));
+            return Err(Error::invalid(format!("{STRING} has neither AccountName nor BlobEndpoint")));
         }
         let signature = take("sharedaccesssignature").map(|text| (text, STRING));
         Ok(Account { name, endpoint, key: take("accountkey").map(|text| (text, STRING)), signature })
@@ -104,7 +104,7 @@ impl Account {
         let (endpoint, origin) = match (&self.endpoint, &self.name) {
             (Some((endpoint, origin)), _) => (endpoint.clone(), *origin),
             (None, Some(name)) => (format!("https://{name}.blob.{SUFFIX}"), "the account's"),
-            (None, None) => return Err(invalid(
+            (None, None) => return Err(Error::invalid(
                 "no storage account is named: give storage={\"account_name\": ...}, or set AZURE_STORAGE_ACCOUNT or \
                      AZURE_STORAGE_CONNECTION_STRING",
             )),
@@ -112,20 +112,19 @@ impl Account {
         let wrong = |why: &str| format!("the endpoint for Azure ({origin}): {why}");
         let address = Address::parse(&endpoint).map_err(|e| e.reworded(|why| wrong(why)))?;
         if address.target.contains('?') {
-            return Err(invalid(&wrong("it has a query; a shared access signature is given as sas_token in storage=")));
+            return Err(Error::invalid(wrong(
+                "it has a query; a shared access signature is given as sas_token in storage=",
+            )));
         }
         Ok(address)
     }
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     fn account(settings: &AzureSettings, environment: &[(&str, &str)]) -> Account {
         Account::of(settings, &Environment::of(environment)).unwrap()

@@ -6,15 +6,15 @@ use super::keys::{Azure, AzureKey, Credential};
 use super::settings::AzureSettings;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
-use crate::store::remote::auth::credentials::Credentials;
+use crate::store::remote::auth::credentials::{Credentials, FoundKey};
 use crate::store::remote::auth::tokens::form;
 use crate::store::remote::environment::Environment;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::escaping::escaped;
-use crate::store::remote::http::request::{Get, Listed, Requests};
-use crate::store::remote::listing::{list, listed, parts, Ask};
+use crate::store::remote::http::request::{bearer_field, Get, Listed, Requests};
+use crate::store::remote::listing::{list, parts, Ask};
 use crate::store::remote::pages::NextPage;
 use crate::wake::Wake;
 use std::sync::Arc;
@@ -43,35 +43,23 @@ impl AzureBlob {
 }
 
 impl Requests for AzureBlob {
-    fn name(&self) -> &'static str {
-        "az"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.credentials.with_key(wake, |key, generation| made(at, key, generation))
     }
 
-    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
-        self.credentials.renewed(asked.generation, refusal)
+    fn renew(&self, _at: &str, generation: u64, refusal: &Refused) -> bool {
+        self.credentials.renewed(generation, refusal)
     }
 
     fn explained(&self, refusal: Refused) -> Error {
         let known = self.credentials.latest();
-        let is_anonymous = known.as_ref().is_some_and(|session| session.found.key.credential == Credential::None);
-        if is_anonymous && refusal.error.kind() == ErrorKind::NotFound {
+        let credential = known.as_ref().map(|session| &session.found.key.credential);
+        if credential == Some(&Credential::None) && refusal.error.kind() == ErrorKind::NotFound {
             return refusal.error.reworded(|why| {
                 format!("{why}; Azure also answers this for private containers if you give no credentials")
             });
         }
-        if refusal.error.kind() != ErrorKind::Permission {
-            return refusal.error;
-        }
-        let with = match &known {
-            Some(session) if is_anonymous => format!("the request had no credentials ({})", session.found.origin),
-            Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "there are no credentials yet".to_owned(),
-        };
-        let failed = match known.as_ref().map(|session| &session.found.key.credential) {
+        let failed = match credential {
             Some(Credential::Key(..)) => "is the account key right, and the clock of this machine?",
             Some(Credential::Signature(_)) => "is the signature complete, and still valid?",
             Some(Credential::None) => "is the container public?",
@@ -79,8 +67,12 @@ impl Requests for AzureBlob {
         };
         // Azurite has the code of a firewall for this too, so only its message tells them apart.
         let is_by_azurite = refusal.message.contains("failed to authenticate");
-        let hint = refusal.hint(&[
-            ("AuthenticationFailed", failed),
+        let bare = |found: &FoundKey<AzureKey>| {
+            let is_bare = found.key.credential == Credential::None;
+            is_bare.then(|| format!("the request had no credentials ({})", found.origin))
+        };
+        let hints = [
+            (if is_by_azurite { "" } else { "AuthenticationFailed" }, failed),
             ("InvalidAuthenticationInfo", failed),
             (
                 "AuthorizationPermissionMismatch",
@@ -89,36 +81,28 @@ impl Requests for AzureBlob {
             ("AuthorizationFailure", "does the account's firewall let this machine in?"),
             ("KeyBasedAuthenticationNotPermitted", "the account takes no keys: use an identity"),
             ("PublicAccessNotPermitted", "the account has no public containers"),
-        ]);
-        let hint = if is_by_azurite { Some(failed) } else { hint };
-        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
-        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
+        ];
+        self.credentials.explained(refusal, bare, &hints)
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
-        let names = |container: &str, prefix: &str| {
-            listed(&self.credentials, container, prefix, page, |generation, refusal| {
-                self.credentials.renewed(generation, refusal)
-            })
-        };
-        list(at, names, |refusal| self.explained(refusal))
+        list(self, &self.credentials, at, page)
     }
 }
 
 fn made(at: &str, key: &AzureKey, generation: u64) -> Result<Get> {
     let (container, name) = parts(at)?;
     if name.is_empty() {
-        return Err(invalid("it names a container, and no blob in it"));
+        return Err(Error::invalid("it names a container, and no blob in it"));
     }
     let AzureKey { credential, endpoint: Address { server, target } } = key;
     let mut target = format!("{}/{container}/{}", target.trim_end_matches('/'), escaped(name));
     if let Some(pairs) = signed(container, key) {
-        let pairs: Vec<_> = pairs.iter().map(|(name, value)| (&**name, &**value)).collect();
         target += &format!("?{}", form(&pairs));
     }
     let mut fields = format!("x-ms-version: {VERSION}\r\n");
     if let Credential::Token(token) = credential {
-        fields += &format!("Authorization: Bearer {token}\r\n");
+        fields += &bearer_field(token);
     }
     Ok(Get { address: Address { server: server.clone(), target }, fields, generation, is_moved: false })
 }
@@ -175,13 +159,9 @@ fn page(ask: &Ask<'_, AzureKey>) -> Result<Get> {
     };
     let mut fields = format!("x-ms-version: {VERSION}\r\n");
     if let (Credential::Token(token), true) = (credential, address.server == *server) {
-        fields += &format!("Authorization: Bearer {token}\r\n");
+        fields += &bearer_field(token);
     }
     Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]

@@ -86,14 +86,15 @@ impl Finder for Azure {
     ) -> Result<FoundKey<AzureKey>> {
         let account = Account::of(&self.settings, &self.environment)?;
         let endpoint = account.address()?;
-        let found = |endpoint, credential, origin: &str, fades| {
-            Ok(FoundKey { key: AzureKey { credential, endpoint }, origin: origin.to_owned(), fades, renewable: fades })
+        let found = |endpoint, credential, origin: &str, usable: Option<Duration>| {
+            let (key, renewable) = (AzureKey { credential, endpoint }, usable.is_some());
+            Ok(FoundKey { key, origin: origin.to_owned(), usable, renewable })
         };
         if self.settings.anonymous {
-            return found(endpoint, Credential::None, "anonymous=True", false);
+            return found(endpoint, Credential::None, "anonymous=True", None);
         }
         if !common.keeps_secrets(&endpoint.server) {
-            return Err(invalid(
+            return Err(Error::invalid(
                 "the endpoint for Azure is http://, and the credential would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
             ));
@@ -103,21 +104,20 @@ impl Finder for Azure {
         }
         if let Some(TokenGiver::Program(giver)) = provider {
             let token = giver.token()?;
-            let (origin, fades) = (giver.origin.clone(), giver.left().is_some());
             let key = AzureKey { credential: Credential::Token(token), endpoint };
-            return Ok(FoundKey { key, origin, fades, renewable: true });
+            return Ok(FoundKey { key, origin: giver.origin.clone(), usable: giver.left(), renewable: true });
         }
         if let Some((key, origin)) = &account.key {
             let name = account.name.clone().ok_or_else(|| {
-                invalid(
+                Error::invalid(
                     "an account key signs with the name of its account, and none is given: account_name in storage=, \
                      AZURE_STORAGE_ACCOUNT, or AccountName in AZURE_STORAGE_CONNECTION_STRING",
                 )
             })?;
-            return found(endpoint, Credential::Key(name, key_of(key, origin)?), origin, false);
+            return found(endpoint, Credential::Key(name, key_of(key, origin)?), origin, None);
         }
         if let Some((text, origin)) = &account.signature {
-            return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, false);
+            return found(endpoint, Credential::Signature(pairs_of(text, origin)?), origin, None);
         }
         if provider.is_none() {
             *provider = Some(TokenGiver::Server(self.identity(common)?));
@@ -126,19 +126,15 @@ impl Finder for Azure {
             return Err(Error::new(ErrorKind::Internal, "nothing gives tokens; please report this"));
         };
         match given.token(common) {
-            Ok(token) => found(endpoint, Credential::Token(token), &given.origin, true),
+            Ok(token) => found(endpoint, Credential::Token(token), &given.origin, Some(USABLE)),
             Err(no) if matches!(given.source, AzureIdentity::Machine(..)) && !given.has_given() => {
                 let (NoToken::Silence(e) | NoToken::Refused(e)) = no;
                 let why = e.full_message();
                 let text = format!("{NOTHING} ({}: {why}). {PUBLIC}", given.origin);
-                Err(Error::new(ErrorKind::Permission, text))
+                Err(Error::permission(text))
             }
             Err(no) => Err(given.failed(no)),
         }
-    }
-
-    fn left(&self, provider: &Option<TokenGiver<AzureIdentity>>) -> Duration {
-        provider.as_ref().map_or(USABLE, TokenGiver::left)
     }
 }
 
@@ -157,14 +153,16 @@ impl Azure {
                 let host = of("AZURE_AUTHORITY_HOST").unwrap_or_else(|| "login.microsoftonline.com".into());
                 let scheme = if host.contains("://") { "" } else { "https://" };
                 if !tenant.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b)) {
-                    return Err(invalid("AZURE_TENANT_ID has characters other than a-z, digits, '-', '.' and '_'"));
+                    return Err(Error::invalid(
+                        "AZURE_TENANT_ID has characters other than a-z, digits, '-', '.' and '_'",
+                    ));
                 }
                 let at = format!("{scheme}{}/{tenant}/oauth2/v2.0/token", host.trim_end_matches('/'));
                 match Address::parse(&at) {
                     Ok(address) if common.keeps_secrets(&address.server) => {
                         Ok(format!("{}{}", address.server.origin(), address.target))
                     }
-                    _ => Err(invalid("AZURE_AUTHORITY_HOST is no https:// address")),
+                    _ => Err(Error::invalid("AZURE_AUTHORITY_HOST is no https:// address")),
                 }
             };
             if let Some(secret) = of("AZURE_CLIENT_SECRET") {
@@ -184,7 +182,7 @@ impl Azure {
         if let (Some(at), Some(secret)) = (of("IDENTITY_ENDPOINT"), of("IDENTITY_HEADER")) {
             let (at, origin) = (asked_at("IDENTITY_ENDPOINT", &at)?, "the managed identity of this service".to_owned());
             if !secret.bytes().all(|b| (b' '..=b'~').contains(&b)) {
-                return Err(invalid("IDENTITY_HEADER has characters that are not visible ASCII"));
+                return Err(Error::invalid("IDENTITY_HEADER has characters that are not visible ASCII"));
             }
             return Ok(TokenProvider::new(AzureIdentity::Service(at, secret, program), origin));
         }
@@ -241,7 +239,7 @@ fn key_of(text: &str, origin: &str) -> Result<Vec<u8>> {
     let read = base64::prelude::BASE64_STANDARD.decode(text.trim());
     read.ok()
         .filter(|key| !key.is_empty())
-        .ok_or_else(|| invalid(&format!("the account key from {origin} is no base64")))
+        .ok_or_else(|| Error::invalid(format!("the account key from {origin} is no base64")))
 }
 
 /// The names and values of a shared access signature.
@@ -250,11 +248,7 @@ fn pairs_of(text: &str, origin: &str) -> Result<Vec<(String, String)>> {
     let plain = |text: &str| text.bytes().all(|b| b.is_ascii_graphic() || b == b' ');
     if !pairs.iter().any(|(name, _)| name == "sig") || !pairs.iter().all(|(k, v)| plain(k) && plain(v)) {
         let text = format!("what {origin} has is no shared access signature: it is a query, with sv=, se= and sig=");
-        return Err(invalid(&text));
+        return Err(Error::invalid(text));
     }
     Ok(pairs)
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }

@@ -1,9 +1,9 @@
 //! Objects of Google Cloud Storage: `gs://bucket/key`, in the terms of its XML API. Requests carry a token that is there
 //! already; what has to be asked for is asked for elsewhere (`credentials`).
 
-use super::keys::{Google, GoogleKey};
+use super::keys::Google;
 use super::settings::GcsSettings;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::Credentials;
 use crate::store::remote::auth::tokens::form;
@@ -12,8 +12,8 @@ use crate::store::remote::http::address::Address;
 use crate::store::remote::http::answer::Refused;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::escaping::escaped;
-use crate::store::remote::http::request::{Get, Listed, Requests};
-use crate::store::remote::listing::{list, listed, parts, s3_query, Ask};
+use crate::store::remote::http::request::{bearer_field, Get, Listed, Requests};
+use crate::store::remote::listing::{list, parts, s3_query, Ask};
 use crate::wake::Wake;
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ impl Gcs {
     fn endpoint(&self, token: Option<&str>) -> Result<Address> {
         let endpoint = self.credentials.finder().endpoint()?;
         if token.is_some() && !self.credentials.common.keeps_secrets(&endpoint.server) {
-            return Err(invalid(
+            return Err(Error::invalid(
                 "the endpoint for Google Cloud Storage is http://, and a token would be readable on the way: give an https:// \
                  address, or storage={\"anonymous\": True}",
             ));
@@ -43,82 +43,52 @@ impl Gcs {
     fn made(&self, at: &str, token: Option<&str>, generation: u64) -> Result<Get> {
         let (bucket, key) = parts(at)?;
         if key.is_empty() {
-            return Err(invalid("it names a bucket, and no object in it"));
+            return Err(Error::invalid("it names a bucket, and no object in it"));
         }
         let Address { server, target } = self.endpoint(token)?;
         let target = format!("{}/{bucket}/{}", target.trim_end_matches('/'), escaped(key));
-        let fields = token.map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        let fields = token.map_or_else(String::new, bearer_field);
         Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
     }
 
     /// The request for a page of a listing.
-    fn page(&self, ask: &Ask<'_, GoogleKey>) -> Result<Get> {
-        let token = ask.key.token.as_deref();
+    fn page(&self, ask: &Ask<'_, Option<String>>) -> Result<Get> {
+        let token = ask.key.as_deref();
         let there = self.endpoint(token)?;
         let address = match ask.moved {
             Some(place) => place.address.clone(),
             None => {
-                let pairs = s3_query(ask);
-                let pairs: Vec<_> = pairs.iter().map(|(name, value)| (*name, value.as_str())).collect();
-                let target = format!("{}/{}?{}", there.target.trim_end_matches('/'), ask.bucket, form(&pairs));
+                let query = form(&s3_query(ask));
+                let target = format!("{}/{}?{query}", there.target.trim_end_matches('/'), ask.bucket);
                 Address { server: there.server.clone(), target }
             }
         };
         let is_theirs = address.server == there.server;
-        let fields =
-            token.filter(|_| is_theirs).map_or_else(String::new, |token| format!("Authorization: Bearer {token}\r\n"));
+        let fields = token.filter(|_| is_theirs).map_or_else(String::new, bearer_field);
         Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
     }
 }
 
 impl Requests for Gcs {
-    fn name(&self) -> &'static str {
-        "gs"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        self.credentials.with_key(wake, |key, generation| self.made(at, key.token.as_deref(), generation))
+        self.credentials.with_key(wake, |key, generation| self.made(at, key.as_deref(), generation))
     }
 
-    fn renew(&self, _at: &str, asked: &Get, refusal: &Refused) -> bool {
-        self.credentials.renewed(asked.generation, refusal)
+    fn renew(&self, _at: &str, generation: u64, refusal: &Refused) -> bool {
+        self.credentials.renewed(generation, refusal)
     }
 
     fn explained(&self, refusal: Refused) -> Error {
-        if refusal.error.kind() != ErrorKind::Permission {
-            return refusal.error;
-        }
-        let with = match self.credentials.latest() {
-            Some(session) if session.found.key.token.is_none() => {
-                format!("the request had no token ({})", session.found.origin)
-            }
-            Some(session) => format!("the credentials are from {}", session.found.origin),
-            None => "there are no credentials yet".to_owned(),
-        };
-        let hint = refusal.hint(&[(
-            "AccessDenied",
-            "Google also answers AccessDenied for a missing object if you may not list the bucket",
-        )]);
-        let hint = hint.map_or_else(String::new, |hint| format!("; {hint}"));
-        refusal.error.reworded(|why| format!("{why}; {with}{hint}"))
+        self.credentials.explained(
+            refusal,
+            |found| found.key.is_none().then(|| format!("the request had no token ({})", found.origin)),
+            &[("AccessDenied", "Google also answers AccessDenied for a missing object if you may not list the bucket")],
+        )
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
-        let names = |bucket: &str, prefix: &str| {
-            listed(
-                &self.credentials,
-                bucket,
-                prefix,
-                |ask| self.page(ask),
-                |generation, refusal| self.credentials.renewed(generation, refusal),
-            )
-        };
-        list(at, names, |refusal| self.explained(refusal))
+        list(self, &self.credentials, at, |ask| self.page(ask))
     }
-}
-
-fn invalid(text: &str) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }
 
 #[cfg(test)]

@@ -15,7 +15,6 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
 
 const TOKENS: &str = "https://oauth2.googleapis.com/token";
 
@@ -28,13 +27,6 @@ pub(in crate::store::remote) const VARIABLES: [&str; 7] = [
     "GCE_METADATA_IP",
     "NO_GCE_CHECK",
 ];
-
-/// The credential of requests.
-#[derive(PartialEq)]
-pub(in crate::store::remote) struct GoogleKey {
-    /// `None`: nothing.
-    pub(in crate::store::remote) token: Option<String>,
-}
 
 /// The settings of one store, and the environment that completes them.
 #[derive(Debug)]
@@ -69,17 +61,17 @@ pub(in crate::store::remote) struct User {
 }
 
 impl Finder for Google {
-    type Key = GoogleKey;
+    /// The token that requests carry, if they carry one.
+    type Key = Option<String>;
     type Provider = TokenGiver<GoogleSource>;
 
     fn find(
         &self,
         common: &Arc<Common>,
         provider: &mut Option<TokenGiver<GoogleSource>>,
-    ) -> Result<FoundKey<GoogleKey>> {
-        let without = |why: &str, renewable| {
-            Ok(FoundKey { key: GoogleKey { token: None }, origin: why.to_owned(), fades: false, renewable })
-        };
+    ) -> Result<FoundKey<Option<String>>> {
+        let without =
+            |why: &str, renewable| Ok(FoundKey { key: None, origin: why.to_owned(), usable: None, renewable });
         if self.settings.anonymous {
             return without("anonymous=True", false);
         }
@@ -92,29 +84,25 @@ impl Finder for Google {
                 program => program,
             };
         }
-        let found = |token: String, origin: &str, fades| {
-            Ok(FoundKey { key: GoogleKey { token: Some(token) }, origin: origin.to_owned(), fades, renewable: true })
+        let found = |token: String, origin: &str, usable| {
+            Ok(FoundKey { key: Some(token), origin: origin.to_owned(), usable, renewable: true })
         };
         let given = match provider {
             None => return without(NOTHING, true),
             Some(TokenGiver::Program(giver)) => {
                 let token = giver.token()?;
-                return found(token, &giver.origin, giver.left().is_some());
+                return found(token, &giver.origin, giver.left());
             }
             Some(TokenGiver::Server(given)) => given,
         };
         match given.token(common) {
-            Ok(token) => found(token, &given.origin, true),
+            Ok(token) => found(token, &given.origin, Some(USABLE)),
             Err(NoToken::Silence(_)) if matches!(given.source, GoogleSource::Machine(_)) && !given.has_given() => {
                 *provider = None;
                 without(NOTHING, true)
             }
             Err(no) => Err(given.failed(no)),
         }
-    }
-
-    fn left(&self, provider: &Option<TokenGiver<GoogleSource>>) -> Duration {
-        provider.as_ref().map_or(USABLE, TokenGiver::left)
     }
 }
 
@@ -163,7 +151,7 @@ impl Google {
         let host = host.strip_prefix("http://").unwrap_or(host).trim_end_matches('/');
         let parsed = Address::parse(&format!("http://{host}"));
         if !parsed.as_ref().is_ok_and(|address| address.target == "/") {
-            return Err(invalid(format!("{variable}: this is not a host: give host or host:port")));
+            return Err(Error::invalid(format!("{variable}: this is not a host: give host or host:port")));
         }
         let origin = "the service account of this machine".to_owned();
         Ok(Some(TokenProvider::new(GoogleSource::Machine(host.to_owned()), origin)))
@@ -172,7 +160,7 @@ impl Google {
 
 fn from_file(text: String, origin: String) -> Result<TokenProvider<GoogleSource>> {
     // What is wrong with it is not shown: it would quote the file.
-    let wrong = || invalid(format!("{origin} is not a credentials file of Google"));
+    let wrong = || Error::invalid(format!("{origin} is not a credentials file of Google"));
     let FileType { name } = serde_json::from_str(&text).map_err(|_| wrong())?;
     let source = match name.as_str() {
         "service_account" => GoogleSource::ServiceAccount(text),
@@ -209,7 +197,7 @@ impl User {
         let User { client_id, client_secret, refresh_token, token_uri } = self;
         let at = token_uri.as_deref().unwrap_or(TOKENS);
         if !Address::parse(at).is_ok_and(|address| common.keeps_secrets(&address.server)) {
-            return Err(NoToken::Refused(invalid("its token_uri is no https:// address".into())));
+            return Err(NoToken::Refused(Error::invalid("its token_uri is no https:// address")));
         }
         let fields = [
             ("grant_type", "refresh_token"),
@@ -223,15 +211,11 @@ impl User {
 
 /// A token that the key of a service account signs.
 fn signed(common: &Arc<Common>, text: &str) -> Result<String> {
-    let wrong = |_| invalid("it is no key of a service account".into());
+    let wrong = |_| Error::invalid("it is no key of a service account");
     let builder = GoogleCloudStorageBuilder::new()
         .with_bucket_name("none")
         .with_service_account_key(text)
         .with_http_connector(Control::new(common, PATIENCE));
     let credentials = builder.build().map_err(wrong)?.credentials().clone();
     Ok(block_on(credentials.get_credential())?.map_err(wrong)?.bearer.clone())
-}
-
-fn invalid(text: String) -> Error {
-    Error::new(ErrorKind::Invalid, text)
 }

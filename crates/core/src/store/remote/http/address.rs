@@ -1,7 +1,7 @@
 //! Addresses of the web: what a request needs of them.
 
-use crate::error::{Error, ErrorKind, Result};
-use std::fmt::Write;
+use super::escaping::escaped_target;
+use crate::error::{Error, Result};
 use std::net::IpAddr;
 
 /// A server: connections to it can be used again for any object that it has.
@@ -32,10 +32,16 @@ impl Server {
 
     /// As the `Host` field of a request has it.
     pub(in crate::store::remote) fn authority(&self) -> String {
+        let text = self.with_port();
+        let usual = if self.tls { ":443" } else { ":80" };
+        text.strip_suffix(usual).map(str::to_owned).unwrap_or(text)
+    }
+
+    /// Host and port.
+    pub(in crate::store::remote) fn with_port(&self) -> String {
         let Server { host, port, .. } = self;
-        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-        if *port == default_port(self.tls) {
-            host
+        if host.contains(':') {
+            format!("[{host}]:{port}")
         } else {
             format!("{host}:{port}")
         }
@@ -65,7 +71,7 @@ fn default_port(tls: bool) -> u16 {
 }
 
 fn invalid(why: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("this is not a valid address: {why}"))
+    Error::invalid(format!("this is not a valid address: {why}"))
 }
 
 impl Address {
@@ -108,7 +114,7 @@ impl Address {
         if url::Url::parse(&server.origin()).is_err() {
             return Err(invalid("its host is neither a name nor an address"));
         }
-        Ok(Address { server, target: escaped(&format!("{slash}{target}")) })
+        Ok(Address { server, target: escaped_target(&format!("{slash}{target}")) })
     }
 
     /// Where a server says that it is now.
@@ -150,7 +156,7 @@ impl Address {
                 _ => format!("{}{to}", &path[..=path.rfind('/').unwrap_or(0)]),
             };
             let target = target.split('#').next().unwrap_or_default();
-            Address { server: self.server.clone(), target: escaped(target) }
+            Address { server: self.server.clone(), target: escaped_target(target) }
         };
         if self.server.tls && !found.server.tls {
             return Err(invalid("it redirects from https to http"));
@@ -168,20 +174,6 @@ pub(in crate::store::remote) enum MovedTo {
     Host(String),
 }
 
-/// A target with `%XX` for forbidden characters (controls, spaces, quotes, other letters than ASCII's).
-fn escaped(target: &str) -> String {
-    let mut text = String::with_capacity(target.len());
-    for b in target.bytes() {
-        match b {
-            b'!' | b'#'..=b';' | b'=' | b'?'..=b'[' | b']' | b'_' | b'a'..=b'z' | b'~' => text.push(b as char),
-            _ => {
-                let _ = write!(text, "%{b:02X}");
-            }
-        }
-    }
-    text
-}
-
 impl std::fmt::Debug for Address {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}/...", self.server.origin())
@@ -192,6 +184,7 @@ impl std::fmt::Debug for Address {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn an_address_is_a_server_and_a_target() {

@@ -107,6 +107,19 @@ pub(in crate::store::remote) enum Verdict {
     Failed(Error),
 }
 
+impl Verdict {
+    /// The same, with another error where it has one.
+    pub(in crate::store::remote) fn map_error(self, map: impl FnOnce(Error) -> Error) -> Verdict {
+        match self {
+            Verdict::Again(e, pause) => Verdict::Again(map(e), pause),
+            Verdict::Refused(refused) => Verdict::Refused(Refused { error: map(refused.error), ..refused }),
+            Verdict::OtherEtag(e) => Verdict::OtherEtag(map(e)),
+            Verdict::Failed(e) => Verdict::Failed(map(e)),
+            verdict => verdict,
+        }
+    }
+}
+
 /// A server's refusal of an object.
 #[derive(Debug)]
 pub(in crate::store::remote) struct Refused {
@@ -244,13 +257,8 @@ impl Answer {
         }
     }
 
-    /// As a message shows it.
-    pub(in crate::store::remote) fn shown(&self) -> String {
-        self.named()
-    }
-
     /// The status, what the server says of it, and the number of the request that its owner can look up.
-    fn named(&self) -> String {
+    pub(in crate::store::remote) fn shown(&self) -> String {
         let said = self.said.as_ref().map_or_else(String::new, |said| format!(", {}", said.shown()));
         // Azure's reason is its message.
         let is_said =
@@ -273,18 +281,11 @@ impl Answer {
 
     /// The verdict on it. Errors have its status and the name of the request.
     pub(in crate::store::remote) fn judge(&self, expected: &Expected) -> Verdict {
-        let named = |e: Error| e.answered(self.status, self.request_id.clone());
-        match self.verdict(expected) {
-            Verdict::Again(e, pause) => Verdict::Again(named(e), pause),
-            Verdict::Refused(refused) => Verdict::Refused(Refused { error: named(refused.error), ..refused }),
-            Verdict::OtherEtag(e) => Verdict::OtherEtag(named(e)),
-            Verdict::Failed(e) => Verdict::Failed(named(e)),
-            verdict => verdict,
-        }
+        self.verdict(expected).map_error(|e| self.named_in(e))
     }
 
     fn verdict(&self, expected: &Expected) -> Verdict {
-        let named = self.named();
+        let named = self.shown();
         let seen = expected.object.is_some();
         match self.status {
             // An empty object has no range that could be asked for.
@@ -292,7 +293,7 @@ impl Answer {
             200 | 206 if self.refused_coding().is_some() => {
                 Verdict::Failed(io(self.refused_coding().unwrap_or_default()))
             }
-            206 => self.part(expected).unwrap_or_else(|verdict| *verdict),
+            206 => self.part(expected),
             // Some servers send small objects whole, whatever is asked for.
             200 if !seen && self.is_all_of(&expected.range) => self.whole_of(self.length.unwrap_or_default()),
             // How long it is, is seen in the end.
@@ -315,9 +316,9 @@ impl Answer {
                 Some(to) => Verdict::Moved { to, region: self.region.clone() },
                 None => self.refused(io(format!("the server redirects ({named}) and does not say where")), false),
             },
-            401 | 403 => {
+            400 | 401 | 403 | 409 if self.is_of_access() => {
                 let text = format!("the server refuses access ({named})");
-                self.refused(Error::new(ErrorKind::Permission, text), true)
+                self.refused(Error::permission(text), true)
             }
             404 | 410 if seen => {
                 self.refused(changed(format!("the server has no such object any more ({named})")), false)
@@ -326,13 +327,7 @@ impl Answer {
                 let text = format!("the server has no such object ({named})");
                 self.refused(Error::new(ErrorKind::NotFound, text), false)
             }
-            400 | 409 => match &self.said {
-                Some(said) if said.is_of_access() => {
-                    let text = format!("the server refuses access ({named})");
-                    self.refused(Error::new(ErrorKind::Permission, text), true)
-                }
-                _ => self.refused(io(format!("the server answered {named}")), false),
-            },
+            400 | 409 => self.refused(io(format!("the server answered {named}")), false),
             412 if seen => Verdict::OtherEtag(changed(format!("the server has another version of it ({named})"))),
             416 if seen => Verdict::Failed(changed(format!("the server has another version of it ({named})"))),
             408 | 425 | 429 | 500 | 502 | 503 | 504 => {
@@ -340,6 +335,11 @@ impl Answer {
             }
             _ => Verdict::Failed(io(format!("the server answered {named}"))),
         }
+    }
+
+    /// Whether other credentials could help.
+    fn is_of_access(&self) -> bool {
+        matches!(self.status, 401 | 403) || self.said.as_ref().is_some_and(ServerError::is_of_access)
     }
 
     /// The size of the object, as the server says it where it refuses a range.
@@ -391,15 +391,15 @@ impl Answer {
         range.start == 0 && self.length.is_some_and(|length| length <= range.end)
     }
 
-    /// A part of the object. The verdict is boxed, because it is large.
-    fn part(&self, expected: &Expected) -> Result<Verdict, Box<Verdict>> {
-        let failed = |text: String| Box::new(Verdict::Failed(io(text)));
+    /// A part of the object.
+    fn part(&self, expected: &Expected) -> Verdict {
+        let failed = |text: String| Verdict::Failed(io(text));
         let Range { start, end } = expected.range;
         let Some((first, last)) = self.range else {
-            return Err(failed("the answer does not say which part of the object it is (Content-Range)".into()));
+            return failed("the answer does not say which part of the object it is (Content-Range)".into());
         };
         let Some(stop) = last.checked_add(1).filter(|stop| *stop > first) else {
-            return Err(failed(format!("bytes {start}..{end} were asked for, and the server sends {first}..={last}")));
+            return failed(format!("bytes {start}..{end} were asked for, and the server sends {first}..={last}"));
         };
         let size = match (self.total, &expected.object) {
             (Some(size), _) => size,
@@ -411,7 +411,7 @@ impl Answer {
                     "the server does not say how large the object is (Content-Range: bytes {first}-{last}/*); use a server \
                      that does, or copy the file to a disk"
                 );
-                return Err(failed(text));
+                return failed(text);
             }
         };
         let version = self.version();
@@ -419,10 +419,10 @@ impl Answer {
         match &expected.object {
             Some((known, _)) if size != *known => {
                 let text = format!("it had {known} bytes, and now has {size}");
-                return Err(Box::new(Verdict::Failed(changed(text).with_values(*known, size))));
+                return Verdict::Failed(changed(text).with_values(*known, size));
             }
             Some((_, known)) if version != *known => {
-                return Err(Box::new(Verdict::Failed(changed("it has another ETag or date".into()))));
+                return Verdict::Failed(changed("it has another ETag or date".into()));
             }
             Some(_) => {}
             None => end = end.min(size),
@@ -431,14 +431,14 @@ impl Answer {
         let besides = start.saturating_sub(first) + stop.saturating_sub(end);
         if first > start || stop <= start || end <= start || stop > size || besides > GAP {
             let text = format!("bytes {start}..{end} were asked for, and the server sends {first}..={last}");
-            return Err(failed(text));
+            return failed(text);
         }
         let length = stop - first;
         if self.length.is_some_and(|told| told != length) {
             let told = self.length.unwrap_or_default();
-            return Err(failed(format!("the part has {length} bytes, and the server says that it sends {told}")));
+            return failed(format!("the part has {length} bytes, and the server says that it sends {told}"));
         }
-        Ok(Verdict::Body { from: first, length, size, version })
+        Verdict::Body { from: first, length, size, version }
     }
 
     /// Whether the end of the body is known without the end of the connection.

@@ -2,13 +2,13 @@
 
 use super::proxy::Via;
 use super::racing::Attempt;
-use super::socket::Socket;
+use super::socket;
 use super::tunnel::Tunnel;
 use super::wires::WireEnd;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection};
 use std::io::{self, Read, Write};
-use std::net::SocketAddr;
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ const ENCRYPTED: usize = 68 << 10;
 
 /// A connection.
 pub(in crate::store::remote) struct Connection {
-    socket: Socket,
+    socket: TcpStream,
     is_connected: bool,
     via: Option<Via>,
     /// The tunnel that the proxy opens first.
@@ -51,7 +51,7 @@ impl Connection {
         via: Option<Via>,
         tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     ) -> io::Result<Connection> {
-        let socket = Socket::connect(to, interface)?;
+        let socket = socket::connect(to, interface)?;
         let tls = match tls {
             None => None,
             Some((config, name)) => {
@@ -75,8 +75,7 @@ impl Connection {
 
 impl WireEnd for Connection {
     fn leave(&mut self) {
-        // SAFETY: a plain system call on our own socket.
-        unsafe { libc::shutdown(self.fd(), libc::SHUT_WR) };
+        let _it_may_be_gone = self.socket.shutdown(Shutdown::Write);
     }
 
     fn abort(&mut self) {
@@ -95,7 +94,7 @@ impl WireEnd for Connection {
     fn is_ready(&mut self) -> io::Result<bool> {
         let Connection { socket, is_connected, tunnel, tls, attempt, .. } = self;
         if !*is_connected {
-            *is_connected = socket.is_connected().inspect_err(|e| {
+            *is_connected = socket::is_connected(socket).inspect_err(|e| {
                 attempt.iter().for_each(|attempt| attempt.health.failed(&attempt.to, e));
             })?;
             if !*is_connected {
@@ -167,7 +166,7 @@ impl WireEnd for Connection {
     unsafe fn receive(&mut self, places: &mut [libc::iovec]) -> io::Result<usize> {
         match &mut self.tls {
             // SAFETY: as the caller promises.
-            None => unsafe { self.socket.receive(places) },
+            None => unsafe { socket::receive(&self.socket, places) },
             // SAFETY: as the caller promises.
             Some(tls) => unsafe { tls.receive(&mut self.socket, places) },
         }
@@ -176,7 +175,7 @@ impl WireEnd for Connection {
 
 impl Encrypted {
     /// Sends what TLS has to say, as far as it goes.
-    fn send(&mut self, socket: &mut Socket) -> io::Result<()> {
+    fn send(&mut self, socket: &mut TcpStream) -> io::Result<()> {
         while self.connection.wants_write() {
             if let Err(e) = self.connection.write_tls(socket) {
                 return if e.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(e) };
@@ -186,7 +185,7 @@ impl Encrypted {
     }
 
     /// Shakes hands, as far as it goes. Whether that is done.
-    fn shake(&mut self, socket: &mut Socket) -> io::Result<bool> {
+    fn shake(&mut self, socket: &mut TcpStream) -> io::Result<bool> {
         loop {
             self.send(socket)?;
             if !self.connection.is_handshaking() {
@@ -205,12 +204,12 @@ impl Encrypted {
     }
 
     /// Gives rustls more of what has come; false at the end of the connection.
-    fn fill(&mut self, socket: &mut Socket) -> io::Result<bool> {
+    fn fill(&mut self, socket: &mut TcpStream) -> io::Result<bool> {
         if self.from == self.until {
             // SAFETY: `received` is ours.
             let got = unsafe {
                 let place = libc::iovec { iov_base: self.received.as_mut_ptr().cast(), iov_len: self.received.len() };
-                socket.receive(&mut [place])?
+                socket::receive(socket, &mut [place])?
             };
             if got == 0 {
                 return Ok(false);
@@ -232,7 +231,7 @@ impl Encrypted {
 
     /// # Safety
     /// As [`WireEnd::receive`].
-    unsafe fn receive(&mut self, socket: &mut Socket, places: &mut [libc::iovec]) -> io::Result<usize> {
+    unsafe fn receive(&mut self, socket: &mut TcpStream, places: &mut [libc::iovec]) -> io::Result<usize> {
         loop {
             let mut got = 0;
             for place in places.iter() {

@@ -103,6 +103,10 @@ fn no_answer(server: &str, e: &io::Error) -> Error {
 /// Status, fields and body of an answer.
 pub(super) type Parts = (u16, Vec<(String, Vec<u8>)>, Vec<u8>);
 
+fn refuse(e: Error) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned())
+}
+
 fn invalid(text: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, text.into())
 }
@@ -137,8 +141,7 @@ impl Control {
     }
 
     fn exchange(&self, request: &HttpRequest) -> io::Result<Parts> {
-        let refuse = |e: &Error| io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned());
-        let Address { server, target } = Address::parse(&request.uri().to_string()).map_err(|e| refuse(&e))?;
+        let Address { server, target } = Address::parse(&request.uri().to_string()).map_err(refuse)?;
         let head = head_of(request, &target, &server.authority());
         let mut body = Vec::new();
         request.body().as_bytes().into_iter().for_each(|bytes| body.extend_from_slice(bytes));
@@ -147,9 +150,8 @@ impl Control {
 
     fn exchange_with(&self, server: &Server, head: Vec<u8>, body: &[u8]) -> io::Result<Parts> {
         let until = Instant::now() + self.patience;
-        let refuse = |e: &Error| io::Error::new(io::ErrorKind::InvalidInput, e.message().to_owned());
         let common = &self.common;
-        let proxy = if self.is_direct { None } else { common.proxy(server).map_err(|e| refuse(&e))? };
+        let proxy = if self.is_direct { None } else { common.proxy(server).map_err(refuse)? };
         let to = proxy.map_or(server, |proxy| &proxy.server);
         let found = common.names.addresses(to, None).unwrap_or_else(|| Ok(Arc::default()));
         let found = found.map_err(|e| io::Error::other(e.message().to_owned()))?;
@@ -171,7 +173,7 @@ impl Control {
             })?;
         }
         let mut stream: Box<dyn Wire> = if server.tls {
-            let (config, name) = common.tls.for_host(&common.settings, &server.host).map_err(|e| refuse(&e))?;
+            let (config, name) = common.tls.for_host(&common.settings, &server.host).map_err(refuse)?;
             let connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
             timed.set_read_timeout(Some(left(until)?))?;
             Box::new(StreamOwned::new(connection, socket))

@@ -1,6 +1,6 @@
 //! The network interfaces of this machine.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::ffi::CStr;
 
 /// The names of those that there are.
@@ -31,7 +31,7 @@ pub(in crate::store::remote) fn check_interfaces(wanted: &[String]) -> Result<()
         None => Ok(()),
         Some(name) => {
             let text = format!("there is no network interface {name:?}; there are: {}", there.join(", "));
-            Err(Error::new(ErrorKind::Invalid, text))
+            Err(Error::invalid(text))
         }
     }
 }

@@ -4,6 +4,7 @@
 //! for by the proxy itself.
 
 use super::address::{Address, Server};
+use super::escaping::percent_decoded;
 use super::tunnel::Tunnel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::environment::Environment;
@@ -29,12 +30,8 @@ pub struct Proxies {
     is_given: bool,
 }
 
-#[derive(Debug, Clone, PartialEq)]
-enum Named {
-    Proxy(Proxy),
-    /// The error in it.
-    Wrong(String),
-}
+/// A proxy that somebody names, or the error in it.
+type Named = Result<Proxy, String>;
 
 /// A proxy.
 #[derive(Debug, Clone, PartialEq)]
@@ -63,17 +60,16 @@ impl Proxies {
     pub fn given(text: &str) -> Result<Proxies> {
         let named = match text.trim() {
             "" => None,
-            text => Some(Named::Proxy(Proxy::parse(text)?)),
+            text => Some(Ok(Proxy::parse(text)?)),
         };
         Ok(Proxies { http: named.clone(), https: named, direct: Vec::new(), is_given: true })
     }
 
     /// The proxies that the environment names.
     pub(in crate::store) fn of_environment(environment: &Environment) -> Proxies {
-        let named = |names: &[&str]| {
-            let name = names.iter().find(|name| environment.get(name).is_some())?;
-            let parsed = Proxy::parse(environment.get(name)?.trim());
-            Some(parsed.map_or_else(|e| Named::Wrong(format!("the proxy in {name}: {}", e.message())), Named::Proxy))
+        let named = |names: &[&'static str]| {
+            let (name, text) = environment.named(names)?;
+            Some(Proxy::parse(text.trim()).map_err(|e| format!("the proxy in {name}: {}", e.message())))
         };
         let entries = environment.first(&["no_proxy"]).or(environment.get("NO_PROXY")).unwrap_or_default();
         let direct = entries.split([',', ' ']).filter_map(|entry| Bypass::parse(entry.trim())).collect();
@@ -87,21 +83,13 @@ impl Proxies {
     pub(in crate::store::remote) fn of(&self, server: &Server) -> Result<Option<&Proxy>> {
         let named = if server.tls { &self.https } else { &self.http };
         let Some(named) = named.as_ref().filter(|_| !self.is_direct(server)) else { return Ok(None) };
-        match named {
-            Named::Proxy(proxy) => Ok(Some(proxy)),
-            Named::Wrong(why) => Err(Error::new(ErrorKind::Unsupported, why.clone())),
-        }
+        named.as_ref().map(Some).map_err(|why| Error::new(ErrorKind::Unsupported, why.clone()))
     }
 
     /// Host and port of the proxy for an address, and what it wants to know of us.
     pub(in crate::store) fn named(&self, address: &str) -> Result<Option<(String, Option<String>)>> {
-        let Proxy { server, authorization } = match self.of(&Address::parse(address)?.server)? {
-            Some(proxy) => proxy,
-            None => return Ok(None),
-        };
-        let host = if server.host.contains(':') { format!("[{}]", server.host) } else { server.host.clone() };
-        let authorization = authorization.as_ref().map(|value| value.shown().to_owned());
-        Ok(Some((format!("{host}:{}", server.port), authorization)))
+        let Some(Proxy { server, authorization }) = self.of(&Address::parse(address)?.server)? else { return Ok(None) };
+        Ok(Some((server.with_port(), authorization.as_ref().map(|value| value.shown().to_owned()))))
     }
 
     fn is_direct(&self, server: &Server) -> bool {
@@ -142,7 +130,7 @@ impl Proxy {
         }
         let authorization = user.map(|user| {
             let (name, password) = user.split_once(':').unwrap_or((user, ""));
-            let both = [decoded(name), b":".to_vec(), decoded(password)].concat();
+            let both = [percent_decoded(name), b":".to_vec(), percent_decoded(password)].concat();
             Secret::new(format!("Basic {}", BASE64_STANDARD.encode(both)))
         });
         Ok(Proxy { server: address.server, authorization })
@@ -187,15 +175,12 @@ impl Bypass {
                 is_it && port.is_none_or(|port| port == server.port)
             }
             Bypass::Network(network, bits) => {
-                let octets = |ip: IpAddr| match ip {
-                    IpAddr::V4(v4) => v4.octets().to_vec(),
-                    IpAddr::V6(v6) => v6.octets().to_vec(),
+                let (differ, size) = match (server.ip(), network) {
+                    (Some(IpAddr::V4(ours)), IpAddr::V4(theirs)) => ((ours.to_bits() ^ theirs.to_bits()).into(), 32),
+                    (Some(IpAddr::V6(ours)), IpAddr::V6(theirs)) => (ours.to_bits() ^ theirs.to_bits(), 128),
+                    _ => return false,
                 };
-                let Some(ip) = server.ip() else { return false };
-                let (ours, theirs) = (octets(ip), octets(*network));
-                let bit = |bytes: &[u8], at: u32| bytes[(at / 8) as usize] >> (7 - at % 8) & 1;
-                let fits = ours.len() == theirs.len() && *bits <= ours.len() as u32 * 8;
-                fits && (0..*bits).all(|at| bit(&ours, at) == bit(&theirs, at))
+                *bits <= size && differ.checked_shr(size - bits).unwrap_or(0u128) == 0
             }
         }
     }
@@ -215,11 +200,9 @@ impl Via {
 
     /// The tunnel to a server with TLS; others have none.
     pub(in crate::store::remote) fn tunnel(&self) -> Option<Tunnel> {
-        let Server { tls, host, port } = &self.server;
-        let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-        let server = format!("{host}:{port}");
+        let server = self.server.with_port();
         let text = format!("CONNECT {server} HTTP/1.1\r\nHost: {server}\r\n{}\r\n", self.field());
-        tls.then(|| Tunnel::new(self.proxy.name(), server, text))
+        self.server.tls.then(|| Tunnel::new(self.proxy.name(), server, text))
     }
 
     /// A request as the connection has it: for a server without TLS, with all of its address.
@@ -236,21 +219,6 @@ impl Via {
             _ => request,
         }
     }
-}
-
-/// The bytes that `%XX` stands for.
-fn decoded(text: &str) -> Vec<u8> {
-    let (text, mut bytes, mut at) = (text.as_bytes(), Vec::new(), 0);
-    while let Some(&byte) = text.get(at) {
-        let digit = |at: usize| text.get(at).and_then(|b| char::from(*b).to_digit(16));
-        let (decoded, length) = match (byte, digit(at + 1), digit(at + 2)) {
-            (b'%', Some(high), Some(low)) => ((high << 4 | low) as u8, 3),
-            _ => (byte, 1),
-        };
-        bytes.push(decoded);
-        at += length;
-    }
-    bytes
 }
 
 #[cfg(test)]

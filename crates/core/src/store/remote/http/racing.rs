@@ -1,7 +1,7 @@
 //! The choice among a server's addresses (RFC 8305): the next one is tried when one does not answer soon, and the ones
 //! that answered are remembered.
 
-use super::socket::Socket;
+use super::socket;
 use crate::sync::{lock, Mutex};
 use std::collections::HashMap;
 use std::io;
@@ -124,14 +124,14 @@ pub(in crate::store::remote) fn connect(
     let mut waiting = health.hopeful(addresses);
     waiting.extend(addresses.iter().filter(|to| !waiting.contains(to)).collect::<Vec<_>>());
     let mut waiting = waiting.into_iter();
-    let mut tried: Vec<(Socket, &SocketAddr, Instant)> = Vec::new();
+    let mut tried: Vec<(TcpStream, &SocketAddr, Instant)> = Vec::new();
     let mut next = Instant::now();
     let mut failed = io::Error::new(io::ErrorKind::InvalidData, "the host has no address");
     loop {
         let now = Instant::now();
         if tried.is_empty() || now >= next {
             match waiting.next() {
-                Some(to) => match Socket::connect(to, None) {
+                Some(to) => match socket::connect(to, None) {
                     Ok(socket) => {
                         tried.push((socket, to, now));
                         next = now + DELAY;
@@ -150,20 +150,25 @@ pub(in crate::store::remote) fn connect(
             return Err(io::Error::new(io::ErrorKind::TimedOut, "connection timed out"));
         }
         let left = next.min(until).saturating_duration_since(now).as_micros().div_ceil(1000) as i32;
-        let polled =
-            |(socket, ..): &(Socket, _, _)| libc::pollfd { fd: socket.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+        let polled = |(socket, ..): &(TcpStream, _, _)| libc::pollfd {
+            fd: socket.as_raw_fd(),
+            events: libc::POLLOUT,
+            revents: 0,
+        };
         let mut polled: Vec<libc::pollfd> = tried.iter().map(polled).collect();
         // SAFETY: as many pollfds as are named. A signal is as good as an event: each socket is asked.
         unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, left) };
         let mut at = 0;
         while let Some((socket, to, _)) = tried.get(at) {
-            match socket.is_connected() {
+            match socket::is_connected(socket) {
                 Ok(false) => at += 1,
                 Ok(true) => {
                     health.answered(to);
                     let late = tried.iter().filter(|(_, other, begun)| other != to && begun.elapsed() >= DELAY);
                     late.for_each(|(_, other, _)| health.silent(other));
-                    return tried.swap_remove(at).0.into_blocking();
+                    let (socket, ..) = tried.swap_remove(at);
+                    socket.set_nonblocking(false)?;
+                    return Ok(socket);
                 }
                 Err(e) => {
                     health.failed(to, &e);
@@ -186,14 +191,22 @@ mod tests {
         SocketAddr::from((Ipv4Addr::new(127, 0, 0, last), port))
     }
 
+    /// A socket that lets one connection wait, and takes none.
+    fn deaf(at: &SocketAddr) -> io::Result<OwnedFd> {
+        let listener = std::net::TcpListener::bind(at)?;
+        // SAFETY: a plain system call.
+        unsafe { libc::listen(listener.as_raw_fd(), 0) };
+        Ok(listener.into())
+    }
+
     /// An address that takes no more connections, and says nothing: its queue is full.
-    fn dead(port: u16) -> (SocketAddr, (OwnedFd, Vec<Socket>)) {
+    fn dead(port: u16) -> (SocketAddr, (OwnedFd, Vec<TcpStream>)) {
         let to = at(2, port);
-        let (listener, mut held) = (Socket::deaf(&to).unwrap(), Vec::new());
+        let (listener, mut held) = (deaf(&to).unwrap(), Vec::new());
         loop {
-            let socket = Socket::connect(&to, None).unwrap();
+            let socket = socket::connect(&to, None).unwrap();
             std::thread::sleep(Duration::from_millis(20));
-            let is_there = socket.is_connected().unwrap();
+            let is_there = socket::is_connected(&socket).unwrap();
             held.push(socket);
             if !is_there {
                 return (to, (listener, held));
@@ -268,7 +281,7 @@ mod tests {
         }
         // An interface that there is not.
         let (health, addresses) = (Health::default(), [at(1, 1), at(2, 1)]);
-        let e = Socket::connect(&addresses[0], Some("no-such-one")).map(|_| ()).unwrap_err();
+        let e = socket::connect(&addresses[0], Some("no-such-one")).map(|_| ()).unwrap_err();
         health.failed(&addresses[0], &e);
         assert_eq!(health.hopeful(&addresses).len(), 2, "{e}");
     }

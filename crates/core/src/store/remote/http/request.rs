@@ -1,6 +1,6 @@
 //! Requests: the part that differs between kinds of servers. The connections know nothing of it.
 
-use super::address::{Address, Server};
+use super::address::Address;
 use super::answer::Refused;
 use super::settings::Bearer;
 use crate::error::{Error, ErrorKind, Result};
@@ -24,11 +24,6 @@ pub(in crate::store::remote) struct Get {
 
 /// Makes requests for objects: what a signature, or a token, is for one kind of server. May be called from several threads.
 pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
-    /// The name of these servers in reports.
-    fn name(&self) -> &'static str {
-        "http"
-    }
-
     /// The request for the object at this address, as it is valid now. If its credentials are not there yet, they are
     /// fetched, and `wake` is notified when they are there. Without a `wake` the call waits for them.
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>>;
@@ -50,9 +45,9 @@ pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
         String::new()
     }
 
-    /// The server has refused the request `asked` for the object at this address. Whether the next one will differ.
-    fn renew(&self, at: &str, asked: &Get, refusal: &Refused) -> bool {
-        let _ = (at, asked, refusal);
+    /// The server has refused a request of this generation for the object at this address. Whether the next one will differ.
+    fn renew(&self, at: &str, generation: u64, refusal: &Refused) -> bool {
+        let _ = (at, generation, refusal);
         false
     }
 
@@ -88,53 +83,26 @@ pub(in crate::store::remote) struct Listed {
     pub(in crate::store::remote) size: Option<u64>,
 }
 
-/// Requests of no one in particular.
+/// Requests to web servers: with a token for one of them, if there is one. Other servers do not get it, also where that server
+/// redirects to them.
 #[derive(Debug)]
-pub(in crate::store::remote) struct Unsigned;
+pub(in crate::store::remote) struct WebRequests(pub(in crate::store::remote) Option<Bearer>);
 
-impl Requests for Unsigned {
+impl Requests for WebRequests {
     fn request(&self, at: &str, _wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        Some(Address::parse(at).map(|address| Get { address, fields: String::new(), generation: 0, is_moved: false }))
-    }
-}
-
-/// Requests with a token, if there is one.
-pub(in crate::store::remote) fn requests_of(bearer: Option<Bearer>) -> Arc<dyn Requests> {
-    match bearer {
-        None => Arc::new(Unsigned),
-        Some(bearer) => Arc::new(WithToken { fields: bearer.field(), server: bearer.server }),
-    }
-}
-
-/// Requests that carry a token to one server. Other servers do not get it, also where that server redirects to them.
-struct WithToken {
-    server: Server,
-    fields: String,
-}
-
-impl Requests for WithToken {
-    fn request(&self, at: &str, _wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        Some(Address::parse(at).map(|address| Get {
-            fields: self.redirected(&address),
-            address,
-            generation: 0,
-            is_moved: false,
-        }))
+        let get = |address| Get { fields: self.redirected(&address), address, generation: 0, is_moved: false };
+        Some(Address::parse(at).map(get))
     }
 
     fn redirected(&self, to: &Address) -> String {
-        if to.server == self.server {
-            self.fields.clone()
-        } else {
-            String::new()
-        }
+        let bearer = self.0.as_ref().filter(|bearer| to.server == bearer.server);
+        bearer.map_or_else(String::new, |bearer| bearer_field(bearer.token.shown()))
     }
 }
 
-impl Debug for WithToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a token for {}", self.server.authority())
-    }
+/// The field that carries a token.
+pub(in crate::store::remote) fn bearer_field(token: &str) -> String {
+    format!("Authorization: Bearer {token}\r\n")
 }
 
 impl Debug for Get {

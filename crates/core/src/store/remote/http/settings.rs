@@ -2,7 +2,7 @@
 
 use super::address::{Address, Server};
 use super::proxy::Proxies;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::given::CredentialSource;
 use crate::store::remote::secret::Secret;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bearer {
     pub(in crate::store::remote) server: Server,
-    token: Secret,
+    pub(in crate::store::remote) token: Secret,
 }
 
 impl Bearer {
@@ -22,20 +22,14 @@ impl Bearer {
     /// # Errors
     /// `Invalid` for an address that has more than that, and for a token that no request can carry.
     pub fn new(server: &str, token: Secret) -> Result<Bearer> {
-        let invalid = |text: &str| Error::new(ErrorKind::Invalid, text);
         let address = Address::parse(server)?;
         if address.target != "/" {
-            return Err(invalid("a token is for a server: give its address without a path"));
+            return Err(Error::invalid("a token is for a server: give its address without a path"));
         }
         if token.shown().is_empty() || !token.shown().bytes().all(|b| b.is_ascii_graphic()) {
-            return Err(invalid("the token is empty, or has characters that are not visible ASCII"));
+            return Err(Error::invalid("the token is empty, or has characters that are not visible ASCII"));
         }
         Ok(Bearer { server: address.server, token })
-    }
-
-    /// The field that carries it.
-    pub(in crate::store::remote) fn field(&self) -> String {
-        format!("Authorization: Bearer {}\r\n", self.token.shown())
     }
 }
 
@@ -88,20 +82,18 @@ pub struct NodeSettings {
 
 impl Default for WebSettings {
     fn default() -> Self {
-        let (pause, stall) = (Duration::from_millis(100), Duration::from_secs(10));
-        // Object stores recommend requests of 8 to 16 MiB.
-        let (connections, first_connections, threads, request_bytes) = (256, 16, 0, 16 << 20);
         WebSettings {
-            connections,
-            first_connections,
-            threads,
-            request_bytes,
+            connections: 256,
+            first_connections: 16,
+            threads: 0,
+            // Object stores recommend requests of 8 to 16 MiB.
+            request_bytes: 16 << 20,
             tries: 8,
             patience: None,
             busy: Duration::from_secs(120),
             node: None,
-            pause,
-            stall,
+            pause: Duration::from_millis(100),
+            stall: Duration::from_secs(10),
             authorities: None,
             tls_verify: true,
             credentials: None,

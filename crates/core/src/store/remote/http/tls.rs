@@ -1,7 +1,7 @@
 //! Certificate authorities that TLS trusts: those of this machine, or those that the settings name.
 
 use super::settings::WebSettings;
-use super::trust::{NoTrust, Trust};
+use super::trust::Trust;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::environment::meant;
 use crate::sync::{lock, Mutex};
@@ -47,7 +47,7 @@ impl Tls {
     ) -> Result<(Arc<ClientConfig>, ServerName<'static>)> {
         let config = self.config(settings)?;
         let name = ServerName::try_from(host.to_owned());
-        let name = name.map_err(|e| Error::new(ErrorKind::Invalid, format!("the host has no valid name: {e}")))?;
+        let name = name.map_err(|e| Error::invalid(format!("the host has no valid name: {e}")))?;
         if !settings.tls_verify {
             let (seen, news) = &mut *UNCHECKED.lock().unwrap_or_else(PoisonError::into_inner);
             if seen.insert(host.to_owned()) {
@@ -151,15 +151,12 @@ fn made(settings: &WebSettings) -> Result<ClientConfig> {
     let versions = ClientConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions();
     let versions = versions.map_err(|e| unsupported(format!("TLS cannot be set up: {e}")))?.dangerous();
     let given = settings.authorities.as_deref();
-    let config = match settings.tls_verify {
-        false => versions.with_custom_certificate_verifier(Arc::new(NoTrust(provider))),
-        true => {
-            let trust = Trust::of(certificates(given)?, &provider);
-            let trust = trust.ok_or_else(|| no_certificate(&authorities(given).unwrap_or_default()))?;
-            versions.with_custom_certificate_verifier(Arc::new(trust))
-        }
+    let trust = match settings.tls_verify {
+        false => Some(Trust::in_all(&provider)),
+        true => Trust::of(certificates(given)?, &provider),
     };
-    let mut config = config.with_no_client_auth();
+    let trust = trust.ok_or_else(|| no_certificate(&authorities(given).unwrap_or_default()))?;
+    let mut config = versions.with_custom_certificate_verifier(Arc::new(trust)).with_no_client_auth();
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }

@@ -1,7 +1,7 @@
 //! Tunnels through a proxy, to servers with TLS; and what proxies answer that refuse.
 
 use super::answer::lenient;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use std::fmt;
 use std::io::{self, Read, Write};
 
@@ -111,5 +111,5 @@ pub(in crate::store::remote) fn denied(why: String, status: u16) -> Error {
         407 => "it wants a user's name and a password: storage={\"proxy\": \"http://user:password@host:port\"}",
         _ => "does it allow this server, and is it the right proxy? (storage proxy, HTTPS_PROXY, NO_PROXY)",
     };
-    Error::new(ErrorKind::Permission, format!("{why}; {advice}")).answered(status, None)
+    Error::permission(format!("{why}; {advice}")).answered(status, None)
 }

@@ -39,6 +39,7 @@ pub(in crate::store::remote) fn read<'a>(text: &'a str, mut take: impl FnMut(Ele
             let found = tag[start..].find(end).map(|at| (&tag[start..start + at], &tag[start + at + end.len()..]));
             found.ok_or(NoXml::BreaksOff)
         };
+        let mut ends = false;
         if tag.starts_with("<?") {
             rest = behind(2, "?>")?.1;
         } else if tag.starts_with("<!--") {
@@ -51,17 +52,10 @@ pub(in crate::store::remote) fn read<'a>(text: &'a str, mut take: impl FnMut(Ele
             rest = behind(2, ">")?.1;
         } else if tag.starts_with("</") {
             let (name, after) = behind(2, ">")?;
-            let (opened, attributes) = *open.last().ok_or(NoXml::Other)?;
-            if local(name.trim()) != opened {
+            if open.last().is_none_or(|(opened, _)| local(name.trim()) != *opened) {
                 return Err(NoXml::Other);
             }
-            let path = open.iter().map(|(name, _)| *name).collect();
-            take(Element { path, attributes, text: std::mem::take(&mut content) });
-            open.pop();
-            if open.is_empty() {
-                return Ok(opened);
-            }
-            rest = after;
+            (rest, ends) = (after, true);
         } else {
             let end = tag_end(tag).ok_or(NoXml::BreaksOff)?;
             let inner = tag[1..end].trim_end();
@@ -72,14 +66,14 @@ pub(in crate::store::remote) fn read<'a>(text: &'a str, mut take: impl FnMut(Ele
             }
             content.clear();
             open.push((local(name), attributes));
-            rest = &tag[end + 1..];
-            if is_empty {
-                let path = open.iter().map(|(name, _)| *name).collect();
-                take(Element { path, attributes, text: String::new() });
-                let (name, _) = open.pop().unwrap_or_default();
-                if open.is_empty() {
-                    return Ok(name);
-                }
+            (rest, ends) = (&tag[end + 1..], is_empty);
+        }
+        if ends {
+            let path = open.iter().map(|(name, _)| *name).collect();
+            let (name, attributes) = open.pop().unwrap_or_default();
+            take(Element { path, attributes, text: std::mem::take(&mut content) });
+            if open.is_empty() {
+                return Ok(name);
             }
         }
     }
@@ -104,7 +98,7 @@ fn local(name: &str) -> &str {
 }
 
 /// The text that is written so.
-pub(super) fn unescaped(text: &str) -> Cow<'_, str> {
+pub(in crate::store::remote) fn unescaped(text: &str) -> Cow<'_, str> {
     if !text.contains('&') {
         return Cow::Borrowed(text);
     }

@@ -5,11 +5,11 @@
 use super::auth::credentials::{Credentials, Finder, FoundKey};
 use super::environment::Environment;
 use super::http::address::Address;
-use super::http::answer::Refused;
 use super::http::common::Common;
 use super::http::request::{Get, Listed, Requests};
 use super::http::settings::WebSettings;
-use super::listing::{list, listed, parts};
+use super::listing::{list, parts, Ask};
+use super::provider::with_common;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::wake::Wake;
@@ -26,9 +26,9 @@ impl Finder for ToyKeys {
     type Provider = ();
 
     fn find(&self, _common: &Arc<Common>, _provider: &mut Option<()>) -> Result<FoundKey<String>> {
-        let none = || Error::new(ErrorKind::Permission, "there is no key: set TOY_KEY");
+        let none = || Error::permission("there is no key: set TOY_KEY");
         let key = self.0.get("TOY_KEY").ok_or_else(none)?.to_owned();
-        Ok(FoundKey { key, origin: "TOY_KEY".into(), fades: false, renewable: false })
+        Ok(FoundKey { key, origin: "TOY_KEY".into(), usable: None, renewable: false })
     }
 }
 
@@ -44,10 +44,6 @@ impl ToyStore {
 }
 
 impl Requests for ToyStore {
-    fn name(&self) -> &'static str {
-        "toy"
-    }
-
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.0.with_key(wake, |toy_key, generation| {
             let (bucket, key) = parts(at)?;
@@ -56,20 +52,15 @@ impl Requests for ToyStore {
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
-        let renewed = |generation, refusal: &Refused| self.0.renewed(generation, refusal);
-        let names = |bucket: &str, prefix: &str| {
-            let page =
-                |ask: &super::listing::Ask<'_, String>| self.get(ask.key, &format!("{bucket}?under={prefix}"), 0);
-            listed(&self.0, bucket, prefix, page, renewed)
-        };
-        list(at, names, |refusal| self.explained(refusal))
+        let target = |ask: &Ask<'_, String>| format!("{}?under={}", ask.bucket, ask.prefix);
+        list(self, &self.0, at, |ask| self.get(ask.key, &target(ask), 0))
     }
 }
 
 /// How it is asked, with these settings.
 pub(super) fn requests(web: WebSettings, environment: Environment) -> (Arc<Common>, Arc<dyn Requests>) {
-    let common = Arc::new(Common { settings: web, ..Common::default() });
-    (common.clone(), Arc::new(ToyStore(Arc::new(Credentials::new(ToyKeys(environment), common)))))
+    let store = |common: &Arc<Common>| ToyStore(Arc::new(Credentials::new(ToyKeys(environment), common.clone())));
+    with_common(web, |common| Arc::new(store(common)))
 }
 
 mod tests;

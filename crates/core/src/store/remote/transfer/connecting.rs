@@ -69,7 +69,7 @@ impl<W: Wires> Net<W> {
                 match self.wires.connect(&server) {
                     Ok(Some(stream)) => {
                         made = true;
-                        self.counts.connections.add(1);
+                        lock(&self.counts).connections += 1;
                         let number = self.links.room();
                         let link = Link::new(stream, permit, server.clone(), now);
                         self.advance(number, link, now, told);

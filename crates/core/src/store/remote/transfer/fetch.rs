@@ -145,13 +145,13 @@ mod tests {
     use super::*;
     use crate::extent::{Lane, Ticket};
     use crate::store::remote::http::answer::GAP;
-    use crate::store::remote::http::request::Unsigned;
+    use crate::store::remote::http::request::WebRequests;
     use crate::store::version::Version;
 
     /// How many of two or three neighbours one request takes. For each neighbour: whether its arrival has been told,
     /// and whether it has a place.
     fn taken(reads: &[(bool, bool)]) -> usize {
-        let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+        let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(WebRequests(None))));
         let mut waiting = ReadQueue::default();
         for (number, (arrived, placed)) in (0..).zip(reads) {
             let object = Some((100, Version::Strong("\"e\"".into())));
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn a_request_takes_what_is_no_further_than_the_gap() {
         let taken = |gap: u64| {
-            let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+            let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(WebRequests(None))));
             let mut waiting = ReadQueue::default();
             for (number, start) in (0..).zip([0, 10, 30]) {
                 let object = Some((100, Version::Strong("\"e\"".into())));
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn one_receive_fills_the_places_of_several_reads() {
-        let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(Unsigned)));
+        let site = Arc::new(Site::new("o".into(), "http://h/o".into(), Arc::new(WebRequests(None))));
         let memory = [0u8; 100];
         let read = |from: u64, to: u64, into: Option<*mut u8>| {
             let object = Some((100, Version::Strong("\"e\"".into())));

@@ -95,28 +95,25 @@ pub(in crate::store::remote) struct Link<S> {
 
 impl<S: WireEnd> Link<S> {
     pub(super) fn new(stream: S, permit: Option<Permit>, server: Server, now: Instant) -> Link<S> {
-        let (head, state, watched) = (Vec::new(), LinkState::Connecting, Watched::Nothing);
-        let (fetch, keeps, reused, answered_at) = (None, true, false, None);
-        let (used, got, gaps, last, asked_at, told) = (0, 0, 0, now, now, now);
         Link {
             stream,
             permit,
             server,
-            fetch,
-            state,
-            head,
-            used,
+            fetch: None,
+            state: LinkState::Connecting,
+            head: Vec::new(),
+            used: 0,
             chunks: None,
             whole: None,
-            keeps,
-            reused,
-            last,
-            asked_at,
-            answered_at,
-            got,
-            gaps,
-            told,
-            watched,
+            keeps: true,
+            reused: false,
+            last: now,
+            asked_at: now,
+            answered_at: None,
+            got: 0,
+            gaps: 0,
+            told: now,
+            watched: Watched::Nothing,
             is_held: false,
         }
     }
@@ -197,23 +194,14 @@ impl<S: WireEnd> Link<S> {
     }
 
     fn answer(&mut self, now: Instant) -> io::Result<Option<Advance>> {
-        let had = self.head.len();
-        self.head.resize(had + HEAD, 0);
-        let place = libc::iovec { iov_base: self.head[had..].as_mut_ptr().cast(), iov_len: HEAD };
-        // SAFETY: the place is the end of `head`.
-        let got = unsafe { self.stream.receive(&mut [place]) };
-        self.head.truncate(had + *got.as_ref().unwrap_or(&0));
-        let ended = got? == 0;
+        let ended = !self.fill(HEAD)?;
         self.last = now;
         self.answered_at.get_or_insert(now);
         let (mut answer, length) = loop {
             match Answer::parse(&self.head) {
                 Err(e) => return Ok(Some(Advance::Failed(e))),
                 Ok(None) if ended => {
-                    return Err(io::Error::new(
-                        io::ErrorKind::UnexpectedEof,
-                        "the server closed the connection before it answered",
-                    ));
+                    return Err(ended_early("the server closed the connection before it answered"));
                 }
                 Ok(None) => return Ok(None),
                 // "Continue" and the like: the answer comes behind it.
@@ -309,7 +297,7 @@ impl<S: WireEnd> Link<S> {
                     Some(_) => "the server ended the body too early",
                     None => "the server closed the connection within the body",
                 };
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+                return Err(ended_early(text));
             }
             self.last = now;
             self.chunks.iter_mut().for_each(|chunks| chunks.took(got as u64));
@@ -339,8 +327,7 @@ impl<S: WireEnd> Link<S> {
                 return Ok(chunks.left());
             }
             if !self.fill(CHUNK)? {
-                let text = "the server closed the connection within the body";
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, text));
+                return Err(ended_early("the server closed the connection within the body"));
             }
         }
     }
@@ -439,6 +426,10 @@ impl<S: WireEnd> Link<S> {
         (self.state, self.reused) = (LinkState::Idle, true);
         Advance::Ready
     }
+}
+
+fn ended_early(text: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, text)
 }
 
 /// Bytes that these places have room for.

@@ -1,7 +1,6 @@
 //! The connections of a load: which reads one request asks for, how many connections there are, and what is asked for again.
 
 mod connecting;
-pub(super) mod counts;
 mod fetch;
 mod held;
 mod link;

@@ -1,6 +1,5 @@
 //! The connections of one load, on one thread: requests are sent, bodies received, and what fails is asked for again.
 
-use super::counts::Counts;
 use super::fetch::RangeRequest;
 use super::link::{Advance, Link, LinkState};
 use super::links::Links;
@@ -15,6 +14,7 @@ use super::told::{end, Told};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
 use crate::machine::cores;
+use crate::store::object::Traffic;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::answer::{Verdict, GAP};
 use crate::store::remote::http::common::{is_busy, Common, LOOK, MOST_REDIRECTS};
@@ -22,7 +22,7 @@ use crate::store::remote::http::refusal::refused;
 use crate::store::remote::http::request::Get;
 use crate::store::remote::http::settings::{NodeSettings, WebSettings};
 use crate::store::remote::http::wires::{Watched, WireEnd, Wires};
-use crate::sync::lock;
+use crate::sync::{lock, Mutex};
 use std::any::Any;
 use std::io;
 use std::sync::Arc;
@@ -90,7 +90,7 @@ pub(in crate::store::remote) struct Net<W: Wires> {
     there_at: Instant,
     /// When connections are looked at next, for those that bring nothing or little.
     look_at: Instant,
-    pub(in crate::store::remote) counts: Arc<Counts>,
+    pub(in crate::store::remote) counts: Arc<Mutex<Traffic>>,
     /// Bytes between two reads of one request, at most.
     pub(in crate::store::remote) gap: u64,
     /// Requests that were sent here.
@@ -106,20 +106,17 @@ pub(in crate::store::remote) struct Net<W: Wires> {
 }
 
 impl<W: Wires> Net<W> {
-    pub(in crate::store::remote) fn new(wires: W, common: Arc<Common>, counts: Arc<Counts>) -> Net<W> {
+    pub(in crate::store::remote) fn new(wires: W, common: Arc<Common>, counts: Arc<Mutex<Traffic>>) -> Net<W> {
         let now = wires.now();
-        let pace = ConnectionPace::new(common.settings.first_connections, common.settings.connections, now);
-        let rate_limit = RateLimit::new(common.settings.bandwidth, now);
-        let request_rate = RequestRate::new(wires.jitter(), now);
-        let (links, waiting, discard, numbers) = (Links::default(), ReadQueue::default(), vec![0; DISCARD], Vec::new());
+        let settings = &common.settings;
         Net {
+            links: Links::default(),
+            waiting: ReadQueue::default(),
+            pace: ConnectionPace::new(settings.first_connections, settings.connections, now),
+            rate_limit: RateLimit::new(settings.bandwidth, now),
+            request_rate: RequestRate::new(wires.jitter(), now),
             wires,
             common,
-            links,
-            waiting,
-            pace,
-            rate_limit,
-            request_rate,
             node: None,
             parting: Parting::default(),
             share_of_node: usize::MAX,
@@ -131,8 +128,8 @@ impl<W: Wires> Net<W> {
             stragglers: 0,
             last: now,
             longest_wait: None,
-            discard,
-            numbers,
+            discard: vec![0; DISCARD],
+            numbers: Vec::new(),
         }
     }
 
@@ -327,7 +324,7 @@ impl<W: Wires> Net<W> {
             let share = self.share();
             if let Some(mut fetch) = RangeRequest::take(&mut self.waiting, at, share, self.gap) {
                 fetch.reads.iter_mut().for_each(|read| read.asked = Some(request.clone()));
-                self.counts.requests.add(1);
+                lock(&self.counts).requests += 1;
                 self.asked += 1;
                 self.request_rate.sent(now);
                 link.ask(fetch, &request, now);
@@ -385,8 +382,9 @@ impl<W: Wires> Net<W> {
         let (all, got) = (link.got, link.got.saturating_sub(had));
         if got > 0 {
             self.last = now;
-            self.counts.received.add(got);
-            self.counts.gaps.add(link.gaps.saturating_sub(had_gaps));
+            let mut counts = lock(&self.counts);
+            counts.received += got;
+            counts.gaps += link.gaps.saturating_sub(had_gaps);
         }
         if let (None, Some(answered)) = (had_answer, link.answered_at) {
             self.pace.answered(answered.duration_since(link.asked_at));
@@ -551,8 +549,10 @@ impl<W: Wires> Net<W> {
 
     /// Asks for the rest of a request that has brought `got` bytes again, after a pause, or gives it up.
     fn again(&mut self, fetch: RangeRequest, got: u64, e: Error, pause: Option<Duration>, told: &mut Vec<Told>) {
-        self.counts.retries.add(1);
-        self.counts.busy.add(is_busy(&e).into());
+        let mut counts = lock(&self.counts);
+        counts.retries += 1;
+        counts.busy += u64::from(is_busy(&e));
+        drop(counts);
         fetch.reads.into_iter().for_each(|read| self.tried(read, got, &e, pause, told));
     }
 

@@ -4,7 +4,7 @@
 //! before it connects, and no more bytes than its share: the budget divided by how many load. The locks are those of open
 //! file descriptions (`F_OFD_SETLK`). The kernel frees them when the descriptor is closed, and so when the process is killed.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::store::remote::http::jitter::Jitter;
 use crate::sync::{lock, Mutex};
 use std::collections::HashSet;
@@ -105,7 +105,7 @@ impl NodeBudget {
         if owner != own && own != 0 {
             let text = "the folder for connections_per_node belongs to another user: name one of your own in \
                         storage={\"node_folder\": ...}";
-            return Err(Error::new(ErrorKind::Permission, text).at(folder));
+            return Err(Error::permission(text).at(folder));
         }
         let flags = libc::O_CLOEXEC | libc::O_NOFOLLOW;
         let mut options = OpenOptions::new();

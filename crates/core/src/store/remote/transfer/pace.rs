@@ -58,27 +58,22 @@ impl ConnectionPace {
     /// Begins with `first` connections, and never has more than `most`.
     pub(super) fn new(first: usize, most: usize, now: Instant) -> ConnectionPace {
         let most = most.max(1);
-        let limit = first.clamp(1, most);
-        let (bytes, waited, full, before, hold, slowed) = (0, Duration::ZERO, Duration::ZERO, None, None, None);
-        let (refusals, in_vain) = (0, 0);
-        let (first_byte, rate) = (Duration::ZERO, 0.0);
-        let (since, measured, settled) = (now, now, false);
         ConnectionPace {
-            limit,
+            limit: first.clamp(1, most),
             most,
-            since,
-            settled,
-            measured,
-            bytes,
-            waited,
-            full,
-            before,
-            hold,
-            slowed,
-            refusals,
-            in_vain,
-            first_byte,
-            rate,
+            since: now,
+            settled: false,
+            measured: now,
+            bytes: 0,
+            waited: Duration::ZERO,
+            full: Duration::ZERO,
+            before: None,
+            hold: None,
+            slowed: None,
+            refusals: 0,
+            in_vain: 0,
+            first_byte: Duration::ZERO,
+            rate: 0.0,
         }
     }
 

@@ -2,8 +2,7 @@
 
 use super::fetch::RangeRequest;
 use super::net::Net;
-use crate::error::Error;
-use crate::store::remote::http::answer::{Refused, Verdict};
+use crate::store::remote::http::answer::Verdict;
 use crate::store::remote::http::wires::Wires;
 
 impl<W: Wires> Net<W> {
@@ -11,12 +10,9 @@ impl<W: Wires> Net<W> {
     pub(super) fn of_proxy(&self, fetch: &RangeRequest, verdict: Verdict) -> Verdict {
         let asked = fetch.reads.front().and_then(|read| read.asked.as_ref());
         let Some(server) = asked.map(|asked| &asked.address.server) else { return verdict };
-        let named = |e: Error| self.common.answered(server, e);
         match verdict {
-            Verdict::Again(e, pause) => Verdict::Again(named(e), pause),
-            Verdict::Refused(refusal) => Verdict::Refused(Refused { error: named(refusal.error), ..refusal }),
-            Verdict::Failed(e) => Verdict::Failed(named(e)),
-            other => other,
+            Verdict::OtherEtag(_) => verdict,
+            verdict => verdict.map_error(|e| self.common.answered(server, e)),
         }
     }
 }

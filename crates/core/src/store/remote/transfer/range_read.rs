@@ -63,10 +63,10 @@ impl Site {
     /// read has been redirected to since, or with another signature.
     pub(in crate::store::remote) fn renew(&self, asked: &Get, refusal: &Refused) -> bool {
         if !asked.is_moved {
-            return self.requests.renew(&self.at, asked, refusal);
+            return self.requests.renew(&self.at, asked.generation, refusal);
         }
         // Another credential, or another region, may be right for this place.
-        if asked.generation > 0 && self.requests.renew(&self.at, asked, refusal) {
+        if asked.generation > 0 && self.requests.renew(&self.at, asked.generation, refusal) {
             return true;
         }
         // A read that was refused before this one may have had the place forgotten, or been redirected again.
@@ -306,15 +306,15 @@ impl RangeRead {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::store::remote::http::request::Unsigned;
+    use crate::store::remote::http::request::WebRequests;
 
     #[test]
     fn reads_that_were_refused_together_are_asked_for_again_together() {
         let (first, there, next) = ("http://h/a", "http://p/a?1", "http://p/a?2");
         let address = |text: &str| Address::parse(text).unwrap();
-        let site = Site::new(PathBuf::new(), first.into(), Arc::new(Unsigned));
+        let site = Site::new(PathBuf::new(), first.into(), Arc::new(WebRequests(None)));
         let refusal = || {
-            let (error, code, message) = (Error::new(ErrorKind::Permission, "no"), String::new(), String::new());
+            let (error, code, message) = (Error::permission("no"), String::new(), String::new());
             Refused { error, access: true, region: None, code, message }
         };
         let asked = |site: &Site| site.request(None).unwrap().unwrap();

@@ -9,6 +9,7 @@ use super::link::{Link, LinkState};
 use super::net::Net;
 use crate::store::remote::http::address::Server;
 use crate::store::remote::http::wires::{WireEnd, Wires};
+use crate::sync::lock;
 use std::time::{Duration, Instant};
 
 /// A connection is silent if nothing came for so long, and for as many times the usual time to the first byte.
@@ -57,7 +58,7 @@ impl<W: Wires> Net<W> {
         let is_late = |link: &Link<_>| is_queued(link) && now.duration_since(link.asked_at) >= patience;
         while self.links.len() > self.limit() {
             let Some((_, link)) = self.links.take_where(is_late) else { return };
-            self.counts.moved.add(1);
+            lock(&self.counts).moved += 1;
             let fetch = self.leave(link, now);
             self.back(fetch);
         }
@@ -86,7 +87,7 @@ impl<W: Wires> Net<W> {
             let Some((_, mut link)) = self.links.take_where(is_silent) else { return };
             self.stragglers += u64::from(!is_queued(&link));
             link.fetch.iter_mut().flat_map(|fetch| &mut fetch.reads).for_each(|read| read.moves += 1);
-            self.counts.moved.add(1);
+            lock(&self.counts).moved += 1;
             let fetch = self.leave(link, now);
             self.back(fetch);
         }
@@ -111,7 +112,7 @@ impl<W: Wires> Net<W> {
         let others = (all.len() - 1).max(1) as f64;
         let mean = (all.iter().map(|found| found.1).sum::<f64>() - longest) / others;
         let gain = longest / 2.0 - self.pace.first_byte().as_secs_f64();
-        let is_cheap = (self.stragglers + 1) * ON_ITS_WAY <= self.counts.received.get() / 100;
+        let is_cheap = (self.stragglers + 1) * ON_ITS_WAY <= lock(&self.counts).received / 100;
         let least = if is_cheap { GAIN } else { MUCH };
         if longest < SLOWER * mean || gain < least.as_secs_f64() {
             return false;
@@ -121,7 +122,7 @@ impl<W: Wires> Net<W> {
         let Some(mut part) = fetch.and_then(RangeRequest::split) else { return false };
         part.reads.iter_mut().for_each(|read| read.moves += 1);
         self.stragglers += 1;
-        self.counts.moved.add(1);
+        lock(&self.counts).moved += 1;
         self.back(Some(part));
         true
     }

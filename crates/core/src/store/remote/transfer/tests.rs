@@ -12,7 +12,7 @@ use crate::store::remote::http::address::{Address, Server};
 use crate::store::remote::http::answer::{Answer, Expected};
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::jitter::Jitter;
-use crate::store::remote::http::request::Unsigned;
+use crate::store::remote::http::request::WebRequests;
 use crate::store::remote::http::settings::WebSettings;
 use crate::store::remote::http::wires::{Watched, WireEnd, Wires};
 use crate::wake::Wake;
@@ -111,7 +111,7 @@ fn server(host: &str) -> Server {
 
 fn read(host: &str) -> RangeRead {
     let at = format!("http://{host}/o");
-    let site = Arc::new(Site::new(at.clone().into(), at, Arc::new(Unsigned)));
+    let site = Arc::new(Site::new(at.clone().into(), at, Arc::new(WebRequests(None))));
     RangeRead::new(Ticket(1), Lane::NETWORK, site, Expected { object: None, range: 0..1 << 30 }, None)
 }
 
@@ -194,7 +194,10 @@ fn a_body_that_begins_again_each_time_is_not_asked_for_without_end() {
         now.set(now.get() + Duration::from_secs(3600));
         net.waiting.resume(now.get());
     }
-    assert!(matches!(told[..], [Told::Done { result: Err(_), .. }]), "it is still asked for");
+    assert!(
+        matches!(told[..], [Told::Done { done: crate::source::Done { result: Err(_), .. }, .. }]),
+        "it is still asked for"
+    );
 }
 
 #[test]

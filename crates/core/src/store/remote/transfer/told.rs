@@ -2,7 +2,8 @@
 
 use super::range_read::RangeRead;
 use crate::error::Result;
-use crate::extent::{Lane, Ticket};
+use crate::extent::Ticket;
+use crate::source::Done;
 use crate::store::version::Version;
 
 /// An event of a read.
@@ -11,12 +12,8 @@ pub(in crate::store::remote) enum Told {
     Received(Ticket),
     /// It has ended, and nothing holds its memory. `object`: its size and version, if it was seen.
     Done {
-        ticket: Ticket,
-        lane: Lane,
-        result: Result<u64>,
+        done: Done,
         object: Option<(u64, Version)>,
-        /// Bytes that were received into its place, from the first on.
-        written: u64,
         /// Nothing but the end of a connection says where the object ends.
         by_close: bool,
     },
@@ -24,8 +21,8 @@ pub(in crate::store::remote) enum Told {
 
 /// A read ends: nobody learns of it while its memory is held.
 pub(in crate::store::remote) fn end(read: RangeRead, result: Result<u64>, told: &mut Vec<Told>) {
-    let (ticket, lane, object, written) = (read.ticket, read.lane, read.object().cloned(), read.got());
-    let by_close = read.by_close;
+    let done = Done { ticket: read.ticket, result, lane: read.lane, written: read.got() };
+    let (object, by_close) = (read.object().cloned(), read.by_close);
     drop(read);
-    told.push(Told::Done { ticket, lane, result, object, written, by_close });
+    told.push(Told::Done { done, object, by_close });
 }

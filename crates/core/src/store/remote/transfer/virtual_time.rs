@@ -8,10 +8,11 @@ use crate::error::Result;
 use crate::extent::{Lane, Ticket};
 use crate::store::remote::http::answer::Expected;
 use crate::store::remote::http::common::Common;
-use crate::store::remote::http::request::Unsigned;
+use crate::store::remote::http::request::WebRequests;
 use crate::store::remote::http::settings::WebSettings;
 use crate::store::remote::http::wires::{Watched, WireEnd, Wires};
 use crate::store::version::Version;
+use crate::sync::lock;
 use crate::wake::Wake;
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -343,7 +344,7 @@ fn load_with(model: Model, bytes: u64, slabs: usize, settings: WebSettings) -> O
     }));
     let common = Common { settings, ..Common::default() };
     let mut net = Net::new(VirtualWires(world.clone()), Arc::new(common), Arc::default());
-    let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(Unsigned)));
+    let site = Arc::new(Site::new("http://10.0.0.1/o".into(), "http://10.0.0.1/o".into(), Arc::new(WebRequests(None))));
     let version = Version::Strong("\"e\"".into());
     let (reads, most) = (bytes / READ, (connections * crate::store::remote::READS) as u64);
     let mut memory = vec![0u8; READ as usize];
@@ -364,8 +365,8 @@ fn load_with(model: Model, bytes: u64, slabs: usize, settings: WebSettings) -> O
             match event {
                 Told::Arrived(ticket) => waiting.push_back(ticket),
                 Told::Received(_) => {}
-                Told::Done { result, .. } => {
-                    result.unwrap();
+                Told::Done { done: read, .. } => {
+                    read.result.unwrap();
                     done += 1;
                     let mut world = world.borrow_mut();
                     let tenth = (world.now.as_secs_f64() * 10.0) as usize;
@@ -386,7 +387,7 @@ fn load_with(model: Model, bytes: u64, slabs: usize, settings: WebSettings) -> O
     }
     let world = world.borrow();
     let seconds = world.now.as_secs_f64();
-    let moved = net.counts.moved.get();
+    let moved = lock(&net.counts).moved;
     Outcome {
         arrived,
         seconds,

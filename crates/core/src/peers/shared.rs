@@ -10,8 +10,8 @@ use std::any::Any;
 use std::sync::Arc;
 
 /// The state that both threads share.
-pub(super) struct Desk {
-    pub(super) state: Mutex<OnDesk>,
+pub(super) struct PeersShared {
+    pub(super) state: Mutex<PeersState>,
     pub(super) changed: Condvar,
     /// Wakes the thread of the connections; the engine thread, for reads and for copies.
     pub(super) orders: Wake,
@@ -23,7 +23,7 @@ pub(super) struct Desk {
 pub(crate) const STEPS: usize = 8;
 
 #[derive(Default)]
-pub(super) struct OnDesk {
+pub(super) struct PeersState {
     /// Orders: reads (with the number of the parcel), their places, parcels to be sent.
     pub(super) reads: Vec<(u32, Read)>,
     pub(super) landed: Vec<Placed>,
@@ -47,6 +47,7 @@ pub(super) struct OnDesk {
 }
 
 /// How the load of this rank ended.
+#[derive(Clone)]
 pub(super) enum Over {
     Complete,
     /// The rank whose failure it is, and what happened.
