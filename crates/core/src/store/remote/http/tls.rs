@@ -1,7 +1,7 @@
 //! Certificate authorities that TLS trusts: those of this machine, or those that the settings name.
 
 use super::settings::WebSettings;
-use super::trust::Trust;
+use super::trust::{NoTrust, Trust};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::remote::environment::meant;
 use crate::sync::{lock, Mutex};
@@ -151,12 +151,15 @@ fn made(settings: &WebSettings) -> Result<ClientConfig> {
     let versions = ClientConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions();
     let versions = versions.map_err(|e| unsupported(format!("TLS cannot be set up: {e}")))?.dangerous();
     let given = settings.authorities.as_deref();
-    let trust = match settings.tls_verify {
-        false => Some(Trust::in_all(&provider)),
-        true => Trust::of(certificates(given)?, &provider),
+    let config = match settings.tls_verify {
+        false => versions.with_custom_certificate_verifier(Arc::new(NoTrust(provider))),
+        true => {
+            let trust = Trust::of(certificates(given)?, &provider);
+            let trust = trust.ok_or_else(|| no_certificate(&authorities(given).unwrap_or_default()))?;
+            versions.with_custom_certificate_verifier(Arc::new(trust))
+        }
     };
-    let trust = trust.ok_or_else(|| no_certificate(&authorities(given).unwrap_or_default()))?;
-    let mut config = versions.with_custom_certificate_verifier(Arc::new(trust)).with_no_client_auth();
+    let mut config = config.with_no_client_auth();
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(config)
 }

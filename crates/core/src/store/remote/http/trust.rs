@@ -9,7 +9,7 @@ use super::certificate::Certificate;
 use chrono::{DateTime, Utc};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{verify_server_name, WebPkiServerVerifier};
-use rustls::crypto::{verify_tls12_signature, verify_tls13_signature, CryptoProvider, WebPkiSupportedAlgorithms};
+use rustls::crypto::{verify_tls12_signature, verify_tls13_signature, CryptoProvider};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::server::ParsedCertificate;
 use rustls::{CertificateError, DigitallySignedStruct, Error, OtherError, RootCertStore, SignatureScheme};
@@ -35,35 +35,23 @@ impl std::error::Error for Distrust {}
 /// Checks certificates.
 #[derive(Debug)]
 pub(super) struct Trust {
-    /// `None`: every certificate is taken (`tls_verify=False`).
-    trusted: Option<TrustedCertificates>,
-    algorithms: WebPkiSupportedAlgorithms,
-}
-
-#[derive(Debug)]
-struct TrustedCertificates {
     /// `None`: there are no authorities.
     authorities: Option<Arc<WebPkiServerVerifier>>,
     /// All that is trusted, byte for byte.
-    all: HashSet<Vec<u8>>,
+    trusted: HashSet<Vec<u8>>,
+    provider: Arc<CryptoProvider>,
 }
 
 impl Trust {
     /// Trusts these certificates; `None` if there are none that could be.
     pub(super) fn of(certificates: Vec<CertificateDer<'static>>, provider: &Arc<CryptoProvider>) -> Option<Trust> {
-        let all: HashSet<_> = certificates.iter().map(|certificate| certificate.to_vec()).collect();
+        let trusted: HashSet<_> = certificates.iter().map(|certificate| certificate.to_vec()).collect();
         let mut roots = RootCertStore::empty();
         // Systems ship some that are too old to be understood. They are passed over.
         roots.add_parsable_certificates(certificates);
         let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone()).build();
-        let is_any = verifier.is_ok() || all.iter().any(|der| Certificate::parse(der).is_some());
-        let trusted = TrustedCertificates { authorities: verifier.ok(), all };
-        is_any.then(|| Trust { trusted: Some(trusted), algorithms: provider.signature_verification_algorithms })
-    }
-
-    /// Takes every certificate.
-    pub(super) fn in_all(provider: &CryptoProvider) -> Trust {
-        Trust { trusted: None, algorithms: provider.signature_verification_algorithms }
+        let is_any = verifier.is_ok() || trusted.iter().any(|der| Certificate::parse(der).is_some());
+        is_any.then(|| Trust { authorities: verifier.ok(), trusted, provider: provider.clone() })
     }
 }
 
@@ -80,19 +68,21 @@ impl ServerCertVerifier for Trust {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let Some(trusted) = &self.trusted else { return Ok(ServerCertVerified::assertion()) };
         let known = Certificate::parse(certificate);
         if let Some(why) = known.as_ref().and_then(unsupported) {
             return Err(distrusted(why));
         }
-        let unknown = || Err(Error::InvalidCertificate(CertificateError::UnknownIssuer));
-        let verified = |by: &Arc<WebPkiServerVerifier>| by.verify_server_cert(certificate, others, name, ocsp, now);
-        let e = match trusted.authorities.as_ref().map_or_else(unknown, verified) {
-            Ok(verified) => return Ok(verified),
-            Err(e) => e,
+        let by_authorities = self
+            .authorities
+            .as_ref()
+            .map(|authorities| authorities.verify_server_cert(certificate, others, name, ocsp, now));
+        let e = match by_authorities {
+            Some(Ok(verified)) => return Ok(verified),
+            Some(Err(e)) => e,
+            None => Error::InvalidCertificate(CertificateError::UnknownIssuer),
         };
         let Some(known) = known else { return Err(distrusted(explained(&e, None, name))) };
-        if !trusted.all.contains(&**certificate) {
+        if !self.trusted.contains(&**certificate) {
             return Err(distrusted(explained(&e, Some(&known), name)));
         }
         match itself(certificate, &known, name, now) {
@@ -107,11 +97,7 @@ impl ServerCertVerifier for Trust {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        match self.trusted {
-            // A signature says nothing then: a sender of another certificate could sign with its key.
-            None => Ok(HandshakeSignatureValid::assertion()),
-            Some(_) => verify_tls12_signature(message, certificate, signature, &self.algorithms),
-        }
+        verify_tls12_signature(message, certificate, signature, &self.provider.signature_verification_algorithms)
     }
 
     fn verify_tls13_signature(
@@ -120,14 +106,11 @@ impl ServerCertVerifier for Trust {
         certificate: &CertificateDer<'_>,
         signature: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        match self.trusted {
-            None => Ok(HandshakeSignatureValid::assertion()),
-            Some(_) => verify_tls13_signature(message, certificate, signature, &self.algorithms),
-        }
+        verify_tls13_signature(message, certificate, signature, &self.provider.signature_verification_algorithms)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        let mut schemes = self.algorithms.supported_schemes();
+        let mut schemes = self.provider.signature_verification_algorithms.supported_schemes();
         schemes.push(P521);
         schemes
     }
@@ -233,5 +216,47 @@ fn listed(names: &[String]) -> String {
     match names {
         [] => "an authority without a name".to_owned(),
         names => names.iter().take(4).map(plain).collect::<Vec<_>>().join(", "),
+    }
+}
+
+/// Takes every certificate: `tls_verify=False`.
+#[derive(Debug)]
+pub(super) struct NoTrust(pub(super) Arc<CryptoProvider>);
+
+impl ServerCertVerifier for NoTrust {
+    fn verify_server_cert(
+        &self,
+        _certificate: &CertificateDer<'_>,
+        _others: &[CertificateDer<'_>],
+        _name: &ServerName<'_>,
+        _ocsp: &[u8],
+        _now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    /// A signature says nothing: a sender of another certificate could sign with its key.
+    fn verify_tls12_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        _message: &[u8],
+        _certificate: &CertificateDer<'_>,
+        _signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Ok(HandshakeSignatureValid::assertion())
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        let mut schemes = self.0.signature_verification_algorithms.supported_schemes();
+        schemes.push(P521);
+        schemes
     }
 }
