@@ -37,7 +37,7 @@ class Agreement(NamedTuple):
 
 
 class Together(Protocol):
-    """The ranks that load together, before they do: `_group.Gathering` is one."""
+    """The ranks that load together, before they do: `_group.Rendezvous` is one."""
 
     def agree(self, selection: Selection, options: Options, order: str, device: Device) -> Agreement | None: ...
 

@@ -38,7 +38,7 @@ _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionar
 #: Streams that were not closed and have not come to their end.
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 #: Ranks that watch each other, with what they do in words.
-_companies: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 #: Other work that is under way, by a number.
 _others: dict[int, str] = {}
 _numbers = itertools.count()
@@ -52,7 +52,7 @@ def _stop_fills() -> None:
 
 def _forget() -> None:
     """In a forked child: what is under way there is the parent's."""
-    for known in (_begun, _streams, _companies, _others):
+    for known in (_begun, _streams, _watches, _others):
         known.clear()
 
 
@@ -141,14 +141,14 @@ def over(stream: _core.Load) -> None:
     _streams.discard(stream)
 
 
-def watches(company: object, what: str) -> None:
+def watches(watch: object, what: str) -> None:
     """These ranks watch each other from now on, until `watches_no_more`."""
-    _companies[company] = what
+    _watches[watch] = what
 
 
-def watches_no_more(company: object) -> None:
+def watches_no_more(watch: object) -> None:
     """These ranks do not watch each other any more. Idempotent."""
-    _companies.pop(company, None)
+    _watches.pop(watch, None)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def all_under_way() -> list[str]:
             first, *more = begun.core.files()
             place = without_secrets(first) + f" and {len(more)} more files" * bool(more)
             found.append(f"{'an open stream' if begun.stream else 'a load'} of {place} to {begun.device}")
-    found += [what for _, what in _still_there(_companies)]
+    found += [what for _, what in _still_there(_watches)]
     found += list(_others.values())
     if leased := _core.under_way()[0]:
         found.append(f"{leased} loads of an engine that copies out of mapped files")
