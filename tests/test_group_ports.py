@@ -41,7 +41,7 @@ def listens():
 checkpoint, during = penstock.open(path), []
 from penstock import _group
 def join(*args, compare=_group._compare_keys):
-    during.extend(listens())  # its seat is taken
+    during[:] = listens()  # its seat is taken
     compare(*args)
 """
 
