@@ -91,13 +91,13 @@ def begin(
     """Starts a load in the core. The caller must close it."""
     selection, nothing = request.selection, request.device.is_meta
     caller_blocks = adapter is not None and adapter.caller_blocks
-    together, options, apart = None, request.options, None
+    exchange, options, apart = None, request.options, None
     if request.group is not None:
         wanted = selection.part([]) if nothing else selection
         with under_way("a load of ranks that come together"):
             agreed = request.group.agree(wanted, options, request.order, request.device)
         if agreed is not None:
-            together, options, apart = agreed
+            exchange, options, apart = agreed
     try:
         load = _core.Load.start(
             selection.core,
@@ -115,12 +115,12 @@ def begin(
             fence=fence,
             dlpack_device=None if adapter is None else adapter.dlpack_device,
             misaligned=adapter is not None and adapter.misaligned,
-            together=together,
+            exchange=exchange,
             apart=apart,
         )
     except BaseException:
-        if together is not None:
-            together[1].close()  # a traceback would keep the connections, and they say that this rank is alive
+        if exchange is not None:
+            exchange[1].close()  # a traceback would keep the connections, and they say that this rank is alive
         raise
     _begun[load] = _Begun(selection.core, request.device.of_core, stream)
     if stream:

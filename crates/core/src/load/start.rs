@@ -1,8 +1,8 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
-use super::among::{Among, Received};
 use super::blocks::{allocate, arena, check_room, our_blocks};
 use super::drive::{Began, Driver, GpuBlocks, Record};
+use super::exchange::{RankExchange, Received};
 use super::exchange_trial::{sections, untried, ExchangeTrial};
 use super::handle::Load;
 use super::room;
@@ -21,12 +21,14 @@ use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::Block;
 use crate::options::{pool_bytes, Io, Options};
-use crate::plan::request::{Memory, Request, Together, Where};
-use crate::plan::schedule::OneOfRanks;
+use crate::peers::Mesh;
+use crate::plan::request::{Memory, Request, Where};
+use crate::plan::schedule::RankShares;
+use crate::plan::shares::Shares;
 use crate::plan::Planned;
 use crate::source::{Dispatcher, LaneSource, Source, SourceRequest};
 use crate::staging::Ring;
-use crate::stats::{AmongRanks, Tally};
+use crate::stats::{ExchangeReport, Tally};
 use crate::store::{patiently, DiskUse, Files, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
@@ -38,6 +40,8 @@ use std::sync::Arc;
 /// Copy workers by default: more do not use the memory bus any better.
 const MOST_WORKERS: usize = 16;
 
+/// The reads of all ranks, and one rank's connections to the others.
+type LoadGroup = (Arc<Shares>, Mesh);
 /// Wraps a source.
 type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>> + 'a>;
 
@@ -45,7 +49,7 @@ type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<d
 #[derive(Default)]
 struct StandIns<'a> {
     device: Option<Box<dyn Device>>,
-    together: Option<Together>,
+    group: Option<LoadGroup>,
     decorate: Option<Decorate<'a>>,
     /// The storage device of each file; empty: the real ones.
     #[cfg(any(test, feature = "testing"))]
@@ -69,12 +73,12 @@ impl Load {
     }
 
     /// The same for one rank of several that load together: what more than one of them wants is read by one, and sent to the
-    /// others. The load ends when all of them have everything.
+    /// others. The load ends when all of them have everything. `shares` are the same on every rank.
     ///
     /// # Errors
     /// Also `Peer`, if another rank fails, dies or stops; `Invalid` for a stream.
-    pub fn start_together(request: Request, together: Together, go_on: impl FnMut() -> bool) -> Result<Load> {
-        start(request, StandIns { together: Some(together), ..StandIns::default() }, go_on)
+    pub fn start_in_group(request: Request, group: LoadGroup, go_on: impl FnMut() -> bool) -> Result<Load> {
+        start(request, StandIns { group: Some(group), ..StandIns::default() }, go_on)
     }
 
     /// The same with another device than the request's own, for tests that remove a fence.
@@ -94,13 +98,13 @@ impl Load {
 
     /// One rank of several, with its source decorated, for tests.
     #[cfg(any(test, feature = "testing"))]
-    pub fn start_together_through(
+    pub fn start_in_group_through(
         request: Request,
-        together: Together,
+        group: LoadGroup,
         decorate: impl FnOnce(Box<dyn Source>, &Arc<Files>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
-        let (together, decorate): (_, Option<Decorate<'_>>) = (Some(together), Some(Box::new(decorate)));
-        start(request, StandIns { together, decorate, ..StandIns::default() }, || true)
+        let (group, decorate): (_, Option<Decorate<'_>>) = (Some(group), Some(Box::new(decorate)));
+        start(request, StandIns { group, decorate, ..StandIns::default() }, || true)
     }
 
     /// The same with a source that answers late, for tests: slabs are taken when the first byte of a read has arrived.
@@ -149,11 +153,11 @@ fn begin(
     go_on: impl FnMut() -> bool,
 ) -> Result<Load> {
     let began = Began::now();
-    let mut among = stand_ins.together.take().map(|together| Among::new(together, &request)).transpose()?;
-    let outcome = assemble(request, stand_ins, timeline, go_on, began, &mut among);
-    if let (Err(error), Some(among)) = (&outcome, &among) {
+    let mut exchange = stand_ins.group.take().map(|group| RankExchange::new(group, &request)).transpose()?;
+    let outcome = assemble(request, stand_ins, timeline, go_on, began, &mut exchange);
+    if let (Err(error), Some(exchange)) = (&outcome, &exchange) {
         // It could not even begin: the others hear why.
-        among.peers.fail(error);
+        exchange.peers.fail(error);
     }
     outcome
 }
@@ -164,22 +168,22 @@ fn assemble(
     timeline: Option<Arc<Timeline>>,
     go_on: impl FnMut() -> bool,
     began: Began,
-    among: &mut Option<Among>,
+    exchange: &mut Option<RankExchange>,
 ) -> Result<Load> {
     let files = request.checkpoint.storage()?;
-    let files = Arc::new(match &among {
-        Some(among) => files.among(&among.hosts),
+    let files = Arc::new(match &exchange {
+        Some(exchange) => files.with_ranks(&exchange.hosts),
         None => files,
     });
     #[cfg(any(test, feature = "testing"))]
     (0..).zip(stand_ins.storage).try_for_each(|(file, storage)| files.local().pretend_storage(file, *storage))?;
-    let (request, mut plan, ours) = planned_and_mapped(request, &files, among.as_ref(), go_on)?;
+    let (request, mut plan, ours) = planned_and_mapped(request, &files, exchange.as_ref(), go_on)?;
     #[cfg(any(test, feature = "testing"))]
     if stand_ins.late {
         plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
     }
     // A rank that wants nothing waits for the others: not on the caller's thread.
-    plan.routing.here &= among.is_none();
+    plan.routing.here &= exchange.is_none();
     let here = plan.routing.here;
     // From here until the load has ended it wants the disk.
     let disk = plan.uses_disk.then(DiskUse::begin);
@@ -207,7 +211,7 @@ fn assemble(
         wanted: room::wanted(&schedule.extents),
         there: Ring::process().staging().mapped,
         half: matches!(at, Where::Gpu(_)),
-        ranks: among.as_ref().map_or(1, Among::on_this_machine),
+        ranks: exchange.as_ref().map_or(1, RankExchange::on_this_machine),
     };
     let (staging, less) = room::limit(&slabs, besides, machine::memory_before_a_kill);
     plan.report.fallbacks.extend(less);
@@ -220,9 +224,9 @@ fn assemble(
         source = Dispatcher::new(Vec::new());
         source.add(Some(0), LaneSource { lanes: Vec::new(), source: decorated })?;
     }
-    let received = match &among {
-        Some(among) => {
-            let (ranks, received) = among.source(&schedule);
+    let received = match &exchange {
+        Some(exchange) => {
+            let (ranks, received) = exchange.source(&schedule);
             source.add(None, ranks)?;
             Some(received)
         }
@@ -247,15 +251,19 @@ fn assemble(
     plan.report.plan_seconds = began.seconds();
 
     let mut sends = HashMap::new();
-    if let (Some(among), Some(inner)) = (&among, device.take_if(|_| among.is_some())) {
-        let (decorated, bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
+    if let (Some(exchange), Some(inner)) = (&exchange, device.take_if(|_| exchange.is_some())) {
+        let (decorated, bytes) = exchange.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
         sends = bytes;
         device = Some(decorated);
     }
-    let exchange = AmongRanks { exchanged: true, reason: untried(options.exchange), ..AmongRanks::default() };
-    plan.report.exchange = among.as_ref().map(|among| AmongRanks { ranks: among.members, ..exchange });
-    let begin = |among: &Among| ExchangeTrial::begin(&among.shares, &schedule, plan.unwanted, &mut engine);
-    let exchange_trial = among.as_ref().and_then(begin);
+    plan.report.exchange = exchange.as_ref().map(|exchange| ExchangeReport {
+        ranks: exchange.members,
+        exchanged: true,
+        reason: untried(options.exchange),
+        ..ExchangeReport::default()
+    });
+    let begin = |exchange: &RankExchange| ExchangeTrial::begin(&exchange.shares, &schedule, plan.unwanted, &mut engine);
+    let exchange_trial = exchange.as_ref().and_then(begin);
     let mut ring = Ring::process().join(plan.slab, staging)?;
     if let Some(device) = &mut device {
         // A parcel holds its slab until other ranks have taken it.
@@ -291,7 +299,7 @@ fn assemble(
         exchange_trial,
         cancelled: false,
         record: timeline.clone().map(|timeline| Record::new(timeline, extents)),
-        peers: among.take().map(|among| among.peers),
+        peers: exchange.take().map(|exchange| exchange.peers),
     };
     // Its own, which holds no descriptor after the load has ended.
     let mapped = match stream && routing.ways.iter().any(|way| way.is_mapped()) {
@@ -322,12 +330,12 @@ fn assemble(
 fn plan(
     request: Request,
     files: &Arc<Storage>,
-    among: Option<&Among>,
+    exchange: Option<&RankExchange>,
     go_on: impl FnMut() -> bool,
 ) -> Result<(Request, Planned)> {
-    let ranks = among.map(|among| (among.shares.clone(), among.rank));
+    let ranks = exchange.map(|exchange| (exchange.shares.clone(), exchange.rank));
     let planned = move |request: Request, files: &Storage| {
-        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank, sections: sections(shares) });
+        let ranks = ranks.as_ref().map(|(shares, rank)| RankShares { shares, rank: *rank, sections: sections(shares) });
         Planned::new(&request, files, ranks.as_ref()).map(|plan| (request, plan))
     };
     if files.are_known_local() {
@@ -345,12 +353,12 @@ fn plan(
 fn planned_and_mapped(
     mut request: Request,
     files: &Arc<Storage>,
-    among: Option<&Among>,
+    exchange: Option<&RankExchange>,
     mut go_on: impl FnMut() -> bool,
 ) -> Result<(Request, Planned, Vec<Block>)> {
     let mut fallbacks = Vec::new();
     loop {
-        let (asked, mut plan) = plan(request, files, among, &mut go_on)?;
+        let (asked, mut plan) = plan(request, files, exchange, &mut go_on)?;
         if !matches!((asked.device, &asked.memory), (Where::Cpu, Memory::Ours)) {
             return Ok((asked, plan, Vec::new()));
         }

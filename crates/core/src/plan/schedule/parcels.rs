@@ -1,7 +1,7 @@
 //! The extents of what several ranks want: parcels that this rank reads and sends, and those that it receives.
 
 use super::limits::{FileTraits, Limits};
-use super::making::{Making, OneOfRanks};
+use super::making::{Making, RankShares};
 use super::pieces::push;
 use super::rules::Rules;
 use crate::extent::{Extent, InCommon, Landing, Lane, Piece};
@@ -16,7 +16,7 @@ impl Making<'_> {
         checkpoint: &Checkpoint,
         files: &[FileTraits],
         limits: &Limits,
-        ranks: &OneOfRanks<'_>,
+        ranks: &RankShares<'_>,
         numbers: Range<u32>,
         own: bool,
     ) {
