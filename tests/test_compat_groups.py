@@ -323,8 +323,8 @@ def test_tensors_in_order_are_read_ahead_until_the_order_ends(run, model):
         """
 loads = []
 from penstock import _group_stream
-load = _group_stream.Company.load
-_group_stream.Company.load = lambda self, *a: (loads.append(1), load(self, *a))[1]
+load = _group_stream.GroupLoads.load
+_group_stream.GroupLoads.load = lambda self, *a: (loads.append(1), load(self, *a))[1]
 loader = face.SafeTensorsFileLoader(world, "cpu")
 loader.add_filenames({1: [a, b], 0: [c]})
 fb = loader.copy_files_to_device()

@@ -49,24 +49,24 @@ class Counted:
 class Agreed(Exception):
     pass
 
-def agree(gathering, *args, agree=_group.Gathering.agree):
+def agree(rendezvous, *args, agree=_group.Rendezvous.agree):
     "Measured from the moment when all ranks know what they want."
     write(folder, f"ready.{rank}")
     wait_for(f"{folder}/ready.go")
     global cpu
     begun, cpu = time.time(), time.process_time()
-    agree(gathering, *args)
+    agree(rendezvous, *args)
     said.update(begun=begun, end=time.time(), cpu=time.process_time() - cpu)
     raise Agreed  # nothing is loaded
 
-def entries(gathering, deadline, entries=_group.Gathering._entries):
+def entries(rendezvous, deadline, entries=_group.Rendezvous._entries):
     "Where ranks wait for each other. What they compute while they look whether all have come is not counted."
     said["before"] = time.process_time() - cpu
-    found = entries(gathering, deadline)
+    found = entries(rendezvous, deadline)
     said["met"] = time.process_time() - cpu
     return found
 
-_group.Gathering.agree, _group.Gathering._entries = agree, entries
+_group.Rendezvous.agree, _group.Rendezvous._entries = agree, entries
 expert = re.compile(r"experts\\\\.(\\\\d+)\\\\.")
 
 def tensor_parallel(info):

@@ -27,7 +27,7 @@ SIZE = 4
 SILENCE = 2.0
 JOIN = 8.0
 #: Calls of the store after which a rank has told the others its address, at the latest.
-KNOWN = 4
+KNOWN = 3
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +170,8 @@ def test_a_rank_that_is_killed_or_stopped_is_named_in_time_and_leaves_nothing(
             assert late["left"][0] == late["left"][1], late
 
 
-HOSTS = [("store", 5, signal.SIGKILL), ("bytes", 20 << 20, signal.SIGSTOP)]
-HOSTS += [("store", 5, signal.SIGSTOP), ("bytes", 20 << 20, signal.SIGKILL)] if WHOLE else []
+HOSTS = [("store", 4, signal.SIGKILL), ("bytes", 20 << 20, signal.SIGSTOP)]
+HOSTS += [("store", 4, signal.SIGSTOP), ("bytes", 20 << 20, signal.SIGKILL)] if WHOLE else []
 
 
 @pytest.mark.parametrize("point", HOSTS, ids=lambda point: f"{signal.Signals(point[2]).name} at {point[0]} {point[1]}")

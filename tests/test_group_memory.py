@@ -82,13 +82,13 @@ checkpoint.load(names=["0.norm"], group=group, options=options)
 penstock._core.release_staging()
 gc.collect()
 
-def late(*args, agree=_group.Gathering.agree):
+def late(*args, agree=_group.Rendezvous.agree):
     agreed = agree(*args)
     if rank == 0:
         hold("late")
     return agreed
 
-_group.Gathering.agree = late
+_group.Rendezvous.agree = late
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM begins anew
 before = status("VmRSS")

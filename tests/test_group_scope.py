@@ -82,11 +82,11 @@ def test_a_rank_of_another_machine_that_dies_disturbs_nobody_and_one_of_the_same
 ) -> None:
     program = """
     if rank == 3:
-        part = _group.Gathering._part
+        part = _group.Rendezvous._part
         def fall(*arguments):
             part(*arguments)
             os.kill(os.getpid(), signal.SIGKILL)
-        _group.Gathering._part = fall
+        _group.Rendezvous._part = fall
     try:
         said["found"] = same(penstock.open(path).load(group=group, options={"scope": "node"}))
     except penstock.PeerError as error:

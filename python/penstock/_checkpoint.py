@@ -28,7 +28,7 @@ from ._tls import warn_of_unchecked
 
 if TYPE_CHECKING:
     from ._digest import Digest
-    from ._group import Gathering
+    from ._group import Rendezvous
     from ._hub import Expected, Snapshot
     from ._hub_network import Digests
     from ._plan import Plan, Wants
@@ -256,9 +256,9 @@ class Checkpoint:
             InvalidError: placements that a tensor cannot have, or that do not go with another argument.
             PenstockError: any other failure, with the name of the file.
         """
-        with observe("load", self) as seen, _gathering(group) as together:
+        with observe("load", self) as seen, _rendezvous(group) as rendezvous:
             request, adapter = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
-            return _load.load(request._replace(group=together, seen=seen), adapter, progress)
+            return _load.load(request._replace(group=rendezvous, seen=seen), adapter, progress)
 
     def start(
         self,
@@ -280,10 +280,10 @@ class Checkpoint:
         """
         seen = observe("start", self)
         try:
-            with _gathering(group) as together:
+            with _rendezvous(group) as rendezvous:
                 prepared = self._prepare(device, names, dtype, framework, options, slices, order, group, placements)
                 request, adapter = prepared
-                return Job(request._replace(group=together, seen=seen), adapter)
+                return Job(request._replace(group=rendezvous, seen=seen), adapter)
         except BaseException as error:
             seen.begin().end(error)
             raise
@@ -418,7 +418,7 @@ class Checkpoint:
         with importing():
             from . import _into
 
-        with observe("load_into", self) as seen, _gathering(group) as together:
+        with observe("load_into", self) as seen, _rendezvous(group) as rendezvous:
             check_choice("order", order, ORDERS)
             if _into.is_list(into):
                 if names is not None or slices is not None:
@@ -426,7 +426,7 @@ class Checkpoint:
                 selection = Selection(self._core, [], [])
             else:
                 selection = select(self._core, names, slices)
-            request = Request(self, selection, CPU, make_options(options), order, together, seen=seen)
+            request = Request(self, selection, CPU, make_options(options), order, rendezvous, seen=seen)
             report = _into.load_into(request, into, strict, progress)
         self._last_report = report
         return report
@@ -559,14 +559,14 @@ class Checkpoint:
         return f"<penstock.Checkpoint: {len(self)} tensors, {self.nbytes / 1e9:.3f} GB, {named}>"
 
 
-def _gathering(group: Any) -> AbstractContextManager[Gathering | None]:
+def _rendezvous(group: Any) -> AbstractContextManager[Rendezvous | None]:
     """The ranks that load together, before they do; None if there is no group."""
     if group is None:
         return nullcontext()
     with importing():
-        from ._group import Gathering
+        from ._group import Rendezvous
 
-    return nullcontext(group) if isinstance(group, Gathering) else Gathering(group)
+    return nullcontext(group) if isinstance(group, Rendezvous) else Rendezvous(group)
 
 
 def open(

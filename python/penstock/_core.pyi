@@ -537,7 +537,7 @@ class Load:
         fence: int = 0,
         dlpack_device: tuple[int, int] | None = None,
         misaligned: bool = False,
-        together: tuple[Shares, Mesh] | None = None,
+        exchange: tuple[Shares, Mesh] | None = None,
         apart: tuple[int, str] | None = None,
     ) -> Load:
         """Plans and starts.
@@ -555,7 +555,7 @@ class Load:
         tensor whose elements the file misaligns.
         dlpack_device: what capsules say (None: by device and driver).
         misaligned: tensors that a file misaligns may keep their place in it, mapped or read.
-        together: what several ranks want, and the connections to the others, which the load takes.
+        exchange: what several ranks want, and the connections to the others, which the load takes.
         """
     def blocks(self) -> list[int]:
         """Sizes in bytes of the destination blocks, in the order of hand-out."""

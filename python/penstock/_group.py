@@ -1,4 +1,4 @@
-"""Several ranks that load together: who they are, what they agree on before a byte moves, how they find each other.
+"""Several ranks that load together: what they agree on before a byte moves, and how they notice that one is gone.
 
 All of it goes through the rendezvous store of the group (`torch.distributed.Store`): no collective, so a group of some
 ranks needs none of the others, and nothing that the program sends through its groups is disturbed.
@@ -13,70 +13,37 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from . import _core
+from . import _core, _running
 from ._core import Options
 from ._device import Device
-from ._errors import ArgumentTypeError, InvalidError, PeerError, PenstockError, PlanMismatchError
+from ._errors import InvalidError, PeerError, PenstockError, PlanMismatchError
+from ._group_store import RendezvousStore, Store, host_of
+from ._member import Member, member_of
 from ._options import make_options
-from ._rendezvous import Rendezvous, Store, host_of
 from ._request import Agreement
 from ._selection import Selection
 
 #: The version of the ranks' protocol. Ranks of different versions must not load together.
 _PROTOCOL = 5
-#: Seconds between two looks into the store: the first, and the longest. Its own `wait` hears no signal, and those of
-#: torch write two warnings to the log whenever a limit passes.
-_LOOK = (0.0005, 0.1)
-#: The limit of the cost of looks: a pause is this part of the time that was waited already, or more.
-_PART = 0.1
-#: Seconds between two questions whether a rank has failed. Those that wait on a processor beside ranks that still copy
-#: hold them up (docs/performance-notes.md, 27 November).
-_NEWS = 0.02
+#: Seconds between two looks at the other ranks themselves, while this one waits for them.
+_LOOK = 0.05
 #: Names that an error lists.
 _SHOWN = 8
 
 
-#: By the store of the default group, then by ranks: the part of it that a mesh of several dimensions uses.
-_MESHES: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+#: By store, then by rank: the ranks that watch each other there (`penstock.joined`).
+_JOINED: WeakKeyDictionary[Store, dict[int, list[Watch]]] = WeakKeyDictionary()
 
-#: By store, then by rank: what loads have left there, until a next one comes (prefix, what was wanted).
-_LEFT: WeakKeyDictionary[Store, dict[int, list[tuple[str, str | None]]]] = WeakKeyDictionary()
-
-#: By store, then by rank: the ranks that are joined there (`penstock.joined`).
-_JOINED: WeakKeyDictionary[Store, dict[int, list[Company]]] = WeakKeyDictionary()
-
-
-#: Loads of which a rank that waits for nobody leaves that much: others may come later, and see what it was asked for.
+#: Loads of which a rank that waits for nobody leaves the keys in the store, for others that come later.
 _KEPT = 8
-
-
-class Company(Protocol):
-    """Ranks that have met, and that notice if one of them is gone or was stopped."""
-
-    def gone(self) -> PeerError | None:
-        """The error for a rank that is gone, or was stopped."""
-        ...
-
-    def closed(self) -> Mapping[int, int | None]:
-        """Ranks that have closed their connections. They may have come to a load before."""
-        ...
-
-    def heed(self) -> None:
-        """Raises the error that one of them has left before it went."""
-        ...
-
-
-class Member(NamedTuple):
-    """One rank of a group."""
-
-    store: Store
-    rank: int
-    size: int
+#: Bytes of wants that a rank sets without asking whether another one has set the same.
+_FEW = 4096
 
 
 class _Entry(NamedTuple):
@@ -109,110 +76,26 @@ class _Entry(NamedTuple):
     scope: str
 
 
-def member_of(group: Any) -> Member:
-    """The rank that this process is of a group: a process group, a `DeviceMesh`, or (store, rank, size).
-
-    Raises:
-        ArgumentTypeError: it is none of these.
-        InvalidError: this process is no member.
-    """
-    if isinstance(group, tuple) and len(group) == 3:
-        store, rank, size = group
-        if not isinstance(rank, int) or not isinstance(size, int) or not 0 <= rank < size:
-            raise InvalidError(f"group: rank {rank!r} of {size!r}: give (store, rank, size) with 0 <= rank < size")
-        if not all(callable(getattr(store, name, None)) for name in ("set", "get", "add", "check")):
-            raise ArgumentTypeError(f"group: {store!r} is not a store: it needs set, get, add and check")
-        return Member(store, rank, size)
-    if is_mesh(group):
-        if group.ndim != 1:
-            return _member_of_mesh(group)
-        group = group.get_group()
-    if not (callable(getattr(group, "rank", None)) and callable(getattr(group, "size", None))):
-        raise ArgumentTypeError(
-            f"group: a {type(group).__name__} is not a process group, a DeviceMesh or (store, rank, size)"
-        )
-    from torch.distributed import distributed_c10d
-
-    known = distributed_c10d._world.pg_map.get(group)
-    if known is None:
-        raise InvalidError("group: this process is not a member of that process group, or it was destroyed")
-    return Member(known[1], group.rank(), group.size())
-
-
-def is_mesh(group: Any) -> bool:
-    """Whether this is a `DeviceMesh`."""
-    return hasattr(group, "mesh_dim_names") and callable(getattr(group, "get_coordinate", None))
-
-
-def coordinates_in(mesh: Any) -> tuple[int, ...]:
-    """Where this process is in a `DeviceMesh`. Raises InvalidError if it is no member."""
-    found = mesh.get_coordinate()
-    if found is None:
-        raise InvalidError("group: this process is not a member of that DeviceMesh")
-    return tuple(found)
-
-
-def place_in(group: Any) -> tuple[int, int]:
-    """(rank, size) of this process in a group. In a `DeviceMesh` the last dimension counts fastest."""
-    if not is_mesh(group):
-        _, rank, size = member_of(group)
-        return rank, size
-    rank, size = 0, 1
-    for at, count in zip(coordinates_in(group), group.shape, strict=True):
-        rank, size = rank * count + at, size * count
-    return rank, size
-
-
-def _member_of_mesh(mesh: Any) -> Member:
-    """The rank in a mesh of several dimensions. torch has no group of its ranks, and to make one all would be needed.
-
-    So its ranks meet in a part of the default group's store that is named after them.
-    """
-    import hashlib
-
-    from torch import distributed
-    from torch.distributed import distributed_c10d
-
-    world: Any = distributed.group.WORLD
-    rank, size = place_in(mesh)
-    known = distributed_c10d._world.pg_map.get(world)
-    if known is None:
-        raise InvalidError("group: a DeviceMesh of several dimensions needs the default process group, which is gone")
-    ranks = f"{tuple(mesh.shape)} {mesh.mesh.flatten().tolist()}"
-    parts = _MESHES.setdefault(known[1], {})
-    if ranks not in parts:
-        prefix = f"penstock/mesh/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
-        parts[ranks] = distributed_c10d.PrefixStore(prefix, known[1])
-    return Member(parts[ranks], rank, size)
-
-
-def left_in(store: Store, rank: int) -> list[tuple[str, str | None]]:
-    """The keys that loads have left in a store: (prefix, wants). The list may be changed."""
+def joined_in(member: Member) -> list[Watch]:
+    """The watches in the store of a group, whatever part of it the group has. The list may be changed."""
     try:
-        return _LEFT.setdefault(store, {}).setdefault(rank, [])
+        return _JOINED.setdefault(member.store, {}).setdefault(member.rank, [])
     except TypeError:  # no weak reference to it can be made: it would be kept for ever
         return []
 
 
-def joined_in(store: Any, rank: int) -> list[Company]:
-    """The companies of a rank in a store, or in the one of which this is a part. It may be changed."""
-    store = getattr(store, "penstock_whole", store)
-    try:
-        return _JOINED.setdefault(store, {}).setdefault(rank, [])
-    except TypeError:  # no weak reference to it can be made: it would be kept for ever
-        return []
-
-
-class Gathering:
+class Rendezvous:
     """One load of a group, before it begins. Every rank makes one for each load, in the same order.
 
-    ``compared``: all ranks know already that their files have the same content.
+    ``settled``: the ranks' watch, if they have compared their files already.
     """
 
-    def __init__(self, group: Any, compared: bool = False) -> None:
-        store, self._rank, self._size = member_of(group)
-        self._store = Rendezvous(store, Options().peer_timeout)
-        self._compared = compared
+    def __init__(self, group: Any, settled: Watch | None = None) -> None:
+        self._member = member_of(group)
+        self._rank, self._size = self._member.rank, self._member.size
+        self._store = RendezvousStore(self._member.store, Options().peer_timeout)
+        #: All ranks have the same files.
+        self._compared = settled is not None
         #: All ranks have come.
         self._met = False
         #: The item that each rank still owes.
@@ -220,14 +103,16 @@ class Gathering:
         self._over = False
         self._seat: _core.Seat | None = None
         self._number: int | None = None
+        #: The keys that this rank has made.
+        self._made: list[str] = []
         #: The store has failed after it was needed.
         self._deaf = False
-        #: The addresses of all ranks are known.
-        self._watches = False
-        #: The companies in which these ranks have met before.
-        self._companies: Sequence[Company] = tuple(joined_in(store, self._rank))
+        #: The addresses of all ranks are known: they can be asked whether they are there.
+        self._asks = False
+        #: The watches of these ranks.
+        self._watches = [*joined_in(self._member), *([] if settled is None else [settled])]
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(
@@ -244,8 +129,15 @@ class Gathering:
     def _prefix(self) -> str:
         """The prefix of all keys of this load."""
         if self._number is None:
-            self._number = self._store.add(f"penstock/loads/{self._rank}", 1)
-        return f"penstock/{self._number}/"
+            self._number = self._member.number(self._store, "loads")
+        return f"{self._member.prefix}penstock/{self._number}/"
+
+    def _set(self, what: str, value: Any = "") -> None:
+        """Sets a key of this load. This rank deletes it when all have come to a next one, if not before."""
+        if not self._made:
+            self._member.left.append(self._made)
+        self._made.append(self._prefix + what)
+        self._store.set(self._prefix + what, value)
 
     def _fail(self, error: BaseException) -> None:
         failed = [self._rank, _host(), f"cannot load: {type(error).__name__}: {error}"]
@@ -255,21 +147,21 @@ class Gathering:
             return  # it would not answer now either
         try:
             if not self._store.check([self._prefix + "failed"]):
-                self._store.set(self._prefix + "failed", json.dumps(failed))
+                self._set("failed", json.dumps(failed))
         except PenstockError:  # the store may be what has failed: the first error matters
             return
 
     def _go_on(self) -> bool:
         """True. Raises the error of a rank that cannot load, is gone, or was stopped."""
         self.heed()
-        for company in self._companies:
-            gone = company.gone()
+        for watch in self._watches:
+            gone = watch.gone()
             if gone is None:
                 continue
             self.heed()  # it has said why before it went
-            company.heed()
-            keys = [f"{self._prefix}{self._awaited}/{rank}" for rank in company.closed()]
-            if not self._met and gone.rank in company.closed() and self._store.check(keys):
+            watch.heed()
+            keys = [f"{self._prefix}{self._awaited}/{rank}" for rank in watch.closed()]
+            if not self._met and gone.rank in watch.closed() and self._store.check(keys):
                 continue  # they have come, and have loaded alone meanwhile; or their connections will tell
             raise gone
         return True
@@ -291,9 +183,6 @@ class Gathering:
             if failed:
                 self._go_on()
         return True
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}rank/{rank}"
 
     def agree(self, selection: Selection, options: Options, order: str, device: Device) -> Agreement | None:
         """Compares what all ranks mean, divides what they want, and connects them. None: this rank is alone.
@@ -317,36 +206,31 @@ class Gathering:
         seat = self._seat = _core.Seat(address, options, known)
         alone = _rather_alone(selection, options, device)
         waits = options.exchange != "off" and alone != _ON_GPU
-        if waits and not store.check([self._prefix + wanted]):
-            store.set(self._prefix + wanted, wants)
+        before = [keys for keys in self._member.left if keys is not self._made]
+        # A question takes longer than a few bytes
+        if waits and (len(wants) <= _FEW or not store.check([self._prefix + wanted])):
+            self._set(wanted, wants)
         described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files"
         mine = _Entry(
             _PROTOCOL, _host(), address, seat.port, seat.pulse, token.hex(), known.mark(), f"{core.fingerprint():016x}",
             _identity(core), described, order, wanted, options.peer_timeout, options.exchange, alone, _machine(),
             options.scope,
         )  # fmt: skip
-        store.set(self._key(self._rank), json.dumps(mine))
-        left, this = left_in(store.store, self._rank), (self._prefix, wanted if waits else None)
-        before = list(left)
-        left.append(this)
+        self._set(f"rank/{self._rank}", json.dumps(mine))
         if not waits and self._compared:
             # Ranks that wait see that here
-            for one in before[: -_KEPT + 1]:
-                left.remove(one)
-                self._forget(*one)
+            self._forget(before[: -_KEPT + 1])
             return self._apart(options, alone or "asked for")
         entries = self._entries(deadline)
         self._met = True
-        for one in before:  # all ranks have come to this load, so those are over
-            left.remove(one)
-            self._forget(*one)
+        self._forget(before)  # all ranks have come to this load, so those are over
         _compare_keys(entries, self._rank, known)
         _compare(entries)
         auto, within = options.exchange == "auto", options.scope == "node"
         unreachable = _unreachable(entries)
         if not unreachable:
             seat.watch(_pulses(entries), max(entry.silence for entry in entries))
-            self._watches = True
+            self._asks = True
         # Exchange or not: ranks load one version, or none
         if not self._compared and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
@@ -358,7 +242,9 @@ class Gathering:
             raise InvalidError(f"group: {unreachable}")
         members = [rank for rank, entry in enumerate(entries) if not within or entry.machine == mine.machine]
         lists = sorted({entries[rank].wants for rank in members})
-        packed = [zlib.decompress(wants if key == wanted else store.get(self._prefix + key)) for key in lists]
+        others = [key for key in lists if key != wanted]
+        found = dict(zip(others, store.get_all([self._prefix + key for key in others]), strict=True))
+        packed = [zlib.decompress(found.get(key, wants)) for key in lists]
         of_rank = [lists.index(entries[rank].wants) if rank in members else len(lists) for rank in range(self._size)]
         if within:
             # Ranks of one machine do not hear when the others have read everything in the store
@@ -379,9 +265,7 @@ class Gathering:
             self._over = True
             if not within:
                 # All are connected, so all have read everything
-                first = next(rank for rank, entry in enumerate(entries) if entry.wants == wanted)
-                self._forget(self._prefix, wanted if first == self._rank else None)
-                left.remove(this)
+                self._forget([self._made])
             silence = max(entry.silence for entry in entries)
             return Agreement((shares, mesh), make_options(options, peer_timeout=silence))
         except BaseException:
@@ -392,9 +276,8 @@ class Gathering:
         """Waits until all ranks have come so far, however long that takes: those that are gone are noticed."""
         if self._size == 1:
             return
-        self._store.set(f"{self._prefix}done/{self._rank}", "")
-        left_in(self._store.store, self._rank).append((self._prefix, None))
-        self._gathered("done", math.inf)
+        self._set(f"done/{self._rank}")
+        self._await("done", math.inf)
         self._over = True
 
     def vote(self, core: _core.Checkpoint, options: Options, against: str) -> str:
@@ -414,8 +297,7 @@ class Gathering:
             "", options.peer_timeout, options.exchange, against, _machine(), options.scope,
         )  # fmt: skip
         deadline = time.monotonic() + options.join_timeout
-        self._store.set(self._key(self._rank), json.dumps(entry))
-        left_in(self._store.store, self._rank).append((self._prefix, None))  # the next load deletes it
+        self._set(f"rank/{self._rank}", json.dumps(entry))
         entries = self._entries(deadline)
         self._met = True
         _compare(entries)
@@ -429,13 +311,14 @@ class Gathering:
 
     def _part(self, deadline: float) -> None:
         """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
-        pause = _LOOK[0]
+        if self._rank == 0:
+            self._made += [self._prefix + "read", self._prefix + "parted"]  # whoever sets them
         try:
             if self._store.add(self._prefix + "read", 1) == self._size:
                 self._store.set(self._prefix + "parted", "")
-            while not self._store.check([self._prefix + "parted"]) and time.monotonic() < deadline:
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK[1])
+            else:
+                now = time.monotonic()
+                self._store.wait([self._prefix + "parted"], None, now, deadline - now)
         except PeerError:  # nobody needs the store any more
             return
 
@@ -457,18 +340,17 @@ class Gathering:
 
     def _gathered(self, what: str, deadline: float) -> list[bytes]:
         """The entries of all ranks under one key."""
+        return self._store.get_all(self._await(what, deadline))
+
+    def _await(self, what: str, deadline: float) -> list[str]:
+        """Waits until all ranks have an entry under one key. Returns the keys."""
         self._awaited = what
         keys = [f"{self._prefix}{what}/{rank}" for rank in range(self._size)]
         begun = time.monotonic()
-        heard = -math.inf
-        while not self._store.check(keys):
-            waited = time.monotonic() - begun
-            if waited - heard >= _NEWS:
-                self._go_on()
-                heard = waited
-            time.sleep(min(max(waited * _PART, _LOOK[0]), _LOOK[1]))
-            if waited >= _LOOK[1]:
-                self._look(keys)
+        failed = self._prefix + "failed"
+        while not self._store.wait(keys, failed, begun, min(_LOOK, deadline - time.monotonic())):
+            self._go_on()
+            self._look(keys)
             if time.monotonic() >= deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not missing:
@@ -477,11 +359,11 @@ class Gathering:
                 ranks = f"rank{'s' * (len(missing) > 1)} {listed}"
                 why = "did not come to the load in time (join_timeout raises the limit)"
                 raise PeerError(f"{ranks} of {self._size} {why}", rank=missing[0], why=why)
-        return self._store.get_all(keys)
+        return keys
 
     def _look(self, keys: list[str]) -> None:
         """Raises the error of a rank that has come, and is not there any more. ``keys``: what ranks are waited for."""
-        if self._seat is None or not self._watches:
+        if self._seat is None or not self._asks:
             return
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         try:
@@ -499,7 +381,7 @@ class Gathering:
 
         files = core.files()
         mine = patiently(core.samples, stall_timeout, files[0] if files else "")
-        self._store.set(f"{self._prefix}samples/{self._rank}", json.dumps(mine))
+        self._set(f"samples/{self._rank}", json.dumps(mine))
         found = [json.loads(blob) for blob in self._gathered("samples", deadline)]
         for number, values in enumerate(zip(*found, strict=True)):
             odd = _odd(values)
@@ -512,18 +394,142 @@ class Gathering:
                     path=files[number],
                 )
 
-    def _forget(self, prefix: str, wanted: str | None) -> None:
-        """Deletes what this rank has left in the store."""
-        keys = [f"{prefix}{what}/{self._rank}" for what in ("rank", "samples", "done")]
-        counters = [prefix + what for what in ("read", "parted")]
-        if self._rank == 0:
-            keys += counters
-        elif (forget := getattr(self._store.store, "penstock_forget", None)) is not None:
-            forget(counters)
+    def _forget(self, loads: list[list[str]]) -> None:
+        """Deletes keys that this rank has left in the store."""
+        old = [key for keys in loads for key in keys]
+        for keys in loads:
+            self._member.left.remove(keys)
+            keys.clear()
+        with suppress(PenstockError):  # not every store can
+            self._store.delete(old)
+
+
+class Watch(Rendezvous):
+    """A rendezvous before the first of several loads. From then on the ranks notice if one is gone or was stopped."""
+
+    _standing: _core.Standing | None = None
+    """Connections to the others, and ``_hosts`` theirs, once all have come."""
+    _lookout: _core.Lookout | None = None
+    """The lookout, which notices a rank that was stopped."""
+    _hosts: Sequence[str] = ()
+
+    def settle(self, core: _core.Checkpoint, options: Options, meant: str, described: str, mine: int = 0) -> int:
+        """Compares what all ranks mean. ``described`` says in an error what ``meant`` stands for.
+
+        Returns the bits that any rank has in ``mine``.
+
+        Raises:
+            PeerError: a rank did not come, or cannot load.
+            PlanMismatchError: ranks have different checkpoints, or mean something else.
+        """
+        described = f"{len(core)} tensors, {core.nbytes()} bytes in {len(core.files())} files; {described}"
+        return self.meet(options, (f"{core.fingerprint():016x}", _identity(core), described, meant, f"{mine:x}"), core)
+
+    def meet(
+        self, options: Options, means: tuple[str, str, str, str, str], core: _core.Checkpoint | None = None
+    ) -> int:
+        """Waits for all ranks, and watches them from then on.
+
+        ``means``: their checkpoint and its identity; what they do, in words and as compared; a number with bits.
+        """
+        deadline = time.monotonic() + options.join_timeout
+        _running.watches(self, f"rank {self._rank} of {self._size} ranks that load together, which watches the others")
+        address, token = _address(self._store, options), os.urandom(16)
+        known = _pass(self._rank, token, options)
+        self._standing = _core.Standing(address, options, known)
+        self._lookout = _core.Lookout(address, options, known)
+        checkpoint, identity, described, order, wants = means
+        entry = _Entry(
+            _PROTOCOL, _host(), address, self._standing.port, self._lookout.pulse, token.hex(), known.mark(),
+            checkpoint, identity, described, order, wants, options.peer_timeout, options.exchange, "", "",
+            options.scope,
+        )  # fmt: skip
+        self._set(f"rank/{self._rank}", json.dumps(entry))
+        entries = self._entries(deadline)
+        _compare_keys(entries, self._rank, known)
+        _compare(entries)
+        self._hosts = [entry.host for entry in entries]
+        # From here on a rank that is stopped is noticed
+        silence = max(entry.silence for entry in entries)
+        self._lookout.watch(_pulses(entries), silence)
+        self._watches.append(self)
+        if core is not None and len({entry.identity for entry in entries}) > 1:
+            self._compare_contents(core, entries, deadline, options.stall_timeout)
+        addresses = [(entry.address, entry.port) for entry in entries]
+        named, seconds = bytes.fromhex(entries[0].token), max(1.0, deadline - time.monotonic())
+        self._standing.join(addresses, _pulses(entries), named, seconds, silence, self._go_on)
+        self._over = True
+        found = 0
+        for entry in entries:
+            found |= int(entry.wants, 16)
+        return found
+
+    def closed(self) -> dict[int, int | None]:
+        """Ranks that have closed their connections, and for which rank each of them has given up."""
+        return dict(self._standing.closed()) if self._standing is not None else {}
+
+    def stopped(self) -> PeerError | None:
+        """The error for a rank that was stopped."""
         try:
-            self._store.delete([*keys, prefix + wanted] if wanted is not None else keys)
-        except PenstockError:  # not every store can
-            return
+            if self._lookout is not None:
+                self._lookout.look()
+        except PeerError as error:
+            host = self._hosts[error.rank] if error.rank is not None and error.rank < len(self._hosts) else error.host
+            why = error.why or str(error)
+            return PeerError(f"rank {error.rank} ({host}) {why}", rank=error.rank, host=host, why=why)
+        return None
+
+    def gone(self, patience: float = 0.0) -> PeerError | None:
+        """The error for a rank that is gone, or was stopped.
+
+        Those that have given up for another one say so, and it is named.
+        """
+        if (stopped := self.stopped()) is not None:
+            return stopped
+        limit = time.monotonic() + patience
+        while not (closed := self.closed()) and time.monotonic() < limit:
+            time.sleep(_LOOK)
+        for rank, blamed in sorted(closed.items(), key=lambda one: (one[1] is not None, one[0])):
+            lost = rank if blamed is None else blamed
+            why = "is gone: its process has ended, or it has given up"
+            text = f"rank {lost} ({self._hosts[lost]}) {why}"
+            if lost == self._rank:
+                why = f"has given up: it had no sign of life of this rank, {lost}"
+                text = f"rank {rank} ({self._hosts[rank]}) {why}"
+            elif blamed is not None:
+                text = f"{text} (rank {rank} says so)"
+            return PeerError(text, rank=lost, host=self._hosts[lost], why=why)
+        return None
+
+    def blamed(self, error: Exception) -> Exception:
+        """The error to raise for an error of the store: its host may be the rank that is gone."""
+        of_store = not isinstance(error, PenstockError) or (isinstance(error, PeerError) and error.rank is None)
+        return (self.gone(patience=1.0) if of_store else None) or error
+
+    def drop(self, lost: int | None = None) -> None:
+        """Closes the connections. ``lost``: the rank for which this one gives up. Idempotent."""
+        if self._standing is not None:
+            self._standing.close(lost)
+        if self._lookout is not None:
+            self._lookout.close()
+            self._lookout = None
+        _running.watches_no_more(self)
+
+    def clean(self, lost: int | None = None) -> None:
+        """Closes the connections, and leaves the group. Idempotent.
+
+        ``lost``: the rank for which this one gives up.
+        """
+        self.drop(lost)
+        if not self._store.stalled:
+            self._member.leave(self._store.limit)
+
+
+def say(member: Member, error: BaseException) -> None:
+    """Tells the other ranks why this one does not come to their next load."""
+    if member.size > 1:
+        with suppress(BaseException), Rendezvous(member):
+            raise error
 
 
 def confirm(group: Any) -> None:
@@ -532,8 +538,8 @@ def confirm(group: Any) -> None:
     Raises:
         PeerError: one of them has failed, is gone, or was stopped.
     """
-    with Gathering(group) as gathering:
-        gathering.confirm()
+    with Rendezvous(group) as rendezvous:
+        rendezvous.confirm()
 
 
 def _odd(values: Sequence[object]) -> list[int]:
@@ -661,7 +667,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _address(store: Rendezvous, options: Options) -> str:
+def _address(store: RendezvousStore, options: Options) -> str:
     """The address at which this rank listens, and at which the others reach it.
 
     That of ``bind=``; else that of the interface in GLOO_SOCKET_IFNAME; else that from which the store's server is

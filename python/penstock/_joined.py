@@ -9,8 +9,8 @@ from typing import Any
 
 from ._core import Options
 from ._errors import PeerError
-from ._group import joined_in
-from ._group_stream import _Settling, corner
+from ._group import Watch, joined_in
+from ._member import new_group
 from ._options import make_options
 
 
@@ -36,17 +36,16 @@ def joined(group: Any, *, options: Options | Mapping[str, Any] | None = None) ->
         PeerError: a rank did not come, or is gone.
         PlanMismatchError: ranks do something else meanwhile, or have another version of Penstock.
     """
-    chosen, member, owner = make_options(options), corner(group), os.getpid()
+    chosen, member, owner = make_options(options), new_group(group), os.getpid()
     if member.size == 1:
         yield
         return
-    together = _Settling(member)
-    companies = joined_in(member.store, member.rank)
+    watch, watches = Watch(member), joined_in(member)
     lost: int | None = None
     try:
-        with together:
-            together.meet(chosen, ("", "", "ranks that join", "joined", "0"))
-        companies.append(together)
+        with watch:
+            watch.meet(chosen, ("", "", "ranks that join", "joined", "0"))
+        watches.append(watch)
         try:
             yield
         except PeerError as error:
@@ -54,10 +53,10 @@ def joined(group: Any, *, options: Options | Mapping[str, Any] | None = None) ->
             raise
         except BaseException as error:
             with suppress(BaseException):
-                together._fail(error)  # those that wait for this rank hear why it does not come
+                watch._fail(error)  # those that wait for this rank hear why it does not come
             raise
     finally:
         if os.getpid() == owner:
             with suppress(ValueError):
-                companies.remove(together)
-            together.clean(lost)
+                watches.remove(watch)
+            watch.clean(lost)

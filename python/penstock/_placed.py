@@ -10,8 +10,8 @@ from ._device import Device
 from ._dtypes import RAW, cast_target
 from ._errors import ArgumentTypeError, InvalidError, MissingFrameworkError, UnsupportedError
 from ._frameworks import framework_named, need
-from ._group import coordinates_in, is_mesh
 from ._late_imports import importing
+from ._member import coordinates_in, is_mesh
 from ._placements import Mesh, cut_of, sharded_dim
 from ._request import Finish
 from ._selection import Cut, Rule, Selection, TensorInfo, info_of

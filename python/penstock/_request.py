@@ -29,15 +29,15 @@ class Opened(Protocol):
 class Agreement(NamedTuple):
     """The agreement of the ranks."""
 
-    together: tuple[Shares, Mesh] | None
+    exchange: tuple[Shares, Mesh] | None
     """The shares of the ranks, and the connections; None if each rank loads alone."""
     options: Options
     apart: tuple[int, str] | None = None
     """If each loads alone: how many they are, and why."""
 
 
-class Together(Protocol):
-    """The ranks that load together, before they do: `_group.Gathering` is one."""
+class Group(Protocol):
+    """The ranks that load together, before they do: a `_group.Rendezvous`."""
 
     def agree(self, selection: Selection, options: Options, order: str, device: Device) -> Agreement | None: ...
 
@@ -57,7 +57,7 @@ class Request(NamedTuple):
     device: Device
     options: Options
     order: Sequencing
-    group: Together | None = None
+    group: Group | None = None
     """The ranks that load it together."""
     finish: Finish | None = None
     """The function from the wants' tensors to the caller's; None: they are the same."""

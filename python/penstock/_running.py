@@ -38,7 +38,7 @@ _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionar
 #: Streams that were not closed and have not come to their end.
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 #: Ranks that watch each other, with what they do in words.
-_companies: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 #: Other work that is under way, by a number.
 _others: dict[int, str] = {}
 _numbers = itertools.count()
@@ -52,7 +52,7 @@ def _stop_fills() -> None:
 
 def _forget() -> None:
     """In a forked child: what is under way there is the parent's."""
-    for known in (_begun, _streams, _companies, _others):
+    for known in (_begun, _streams, _watches, _others):
         known.clear()
 
 
@@ -91,13 +91,13 @@ def begin(
     """Starts a load in the core. The caller must close it."""
     selection, nothing = request.selection, request.device.is_meta
     caller_blocks = adapter is not None and adapter.caller_blocks
-    together, options, apart = None, request.options, None
+    exchange, options, apart = None, request.options, None
     if request.group is not None:
         wanted = selection.part([]) if nothing else selection
         with under_way("a load of ranks that come together"):
             agreed = request.group.agree(wanted, options, request.order, request.device)
         if agreed is not None:
-            together, options, apart = agreed
+            exchange, options, apart = agreed
     try:
         load = _core.Load.start(
             selection.core,
@@ -115,12 +115,12 @@ def begin(
             fence=fence,
             dlpack_device=None if adapter is None else adapter.dlpack_device,
             misaligned=adapter is not None and adapter.misaligned,
-            together=together,
+            exchange=exchange,
             apart=apart,
         )
     except BaseException:
-        if together is not None:
-            together[1].close()  # a traceback would keep the connections, and they say that this rank is alive
+        if exchange is not None:
+            exchange[1].close()  # a traceback would keep the connections, and they say that this rank is alive
         raise
     _begun[load] = _Begun(selection.core, request.device.of_core, stream)
     if stream:
@@ -141,14 +141,14 @@ def over(stream: _core.Load) -> None:
     _streams.discard(stream)
 
 
-def watches(company: object, what: str) -> None:
+def watches(watch: object, what: str) -> None:
     """These ranks watch each other from now on, until `watches_no_more`."""
-    _companies[company] = what
+    _watches[watch] = what
 
 
-def watches_no_more(company: object) -> None:
+def watches_no_more(watch: object) -> None:
     """These ranks do not watch each other any more. Idempotent."""
-    _companies.pop(company, None)
+    _watches.pop(watch, None)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def all_under_way() -> list[str]:
             first, *more = begun.core.files()
             place = without_secrets(first) + f" and {len(more)} more files" * bool(more)
             found.append(f"{'an open stream' if begun.stream else 'a load'} of {place} to {begun.device}")
-    found += [what for _, what in _still_there(_companies)]
+    found += [what for _, what in _still_there(_watches)]
     found += list(_others.values())
     if leased := _core.under_way()[0]:
         found.append(f"{leased} loads of an engine that copies out of mapped files")

@@ -11,7 +11,8 @@ from ._choices import Framework
 from ._core import Options
 from ._errors import ArgumentTypeError, SliceError
 from ._events import observe
-from ._group import Gathering, place_in
+from ._group import Rendezvous
+from ._member import place_in
 from ._placements import chunk, cut_of, paired
 from ._selection import Axes, Cut, TensorInfo
 
@@ -92,8 +93,8 @@ def _one(
 ) -> Any:
     if not isinstance(checkpoint, Checkpoint):
         raise ArgumentTypeError(f"checkpoint={checkpoint!r}: give what penstock.open returns")
-    with observe("load", checkpoint) as seen, Gathering(group) as together:
+    with observe("load", checkpoint) as seen, Rendezvous(group) as rendezvous:
         info = checkpoint[name]  # so no name is taken for a glob
         cuts = None if shard is None else {name: shard(info)}
         request, adapter = checkpoint._prepare(device, [name], dtype, framework, options, cuts, "file")
-        return _load.load(request._replace(group=together, seen=seen), adapter, False)[name]
+        return _load.load(request._replace(group=rendezvous, seen=seen), adapter, False)[name]

@@ -120,7 +120,7 @@ impl Unwanted {
 
 /// Bytes that a rank has exchanged with the others.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct AmongRanks {
+pub struct ExchangeReport {
     /// How many ranks, this one included.
     pub ranks: usize,
     /// Bytes that this rank has read and sent: those that two others want count twice.
@@ -184,7 +184,7 @@ pub struct Report {
     /// The waits of the engine, and how long they took.
     pub waits: Waits,
     /// The exchange with other ranks; `None` for a load alone.
-    pub exchange: Option<AmongRanks>,
+    pub exchange: Option<ExchangeReport>,
     /// The exchange with servers; `None` if no file is on one.
     pub network: Option<Traffic>,
     /// The stage that limited the load: "source", or "network" if most of its bytes came from servers; "device", "staging",

@@ -8,8 +8,7 @@ use penstock::format::Checkpoint;
 use penstock::memory::Keep;
 use penstock::options::{Cache, Options};
 use penstock::peers::{ListenAt, Pass, Seat};
-use penstock::plan::request::Together;
-use penstock::plan::shares::{Parcel, Party, Shares};
+use penstock::plan::shares::{Parcel, RankWants, Shares};
 use penstock::plan::want::Runs;
 use penstock::source::{Destination, Progress, Read, Source};
 use penstock::stats::Report;
@@ -87,7 +86,7 @@ impl Model {
     /// Each rank's load in a thread of its own: its report, or its error.
     fn load(&self, lists: &[Vec<Want>], options: &Options) -> Vec<penstock::Result<Report>> {
         let of_rank: Vec<u32> = (0..lists.len() as u32).collect();
-        let shares = Shares::new(&self.checkpoint, Party { lists, of_rank: &of_rank }).unwrap();
+        let shares = Shares::new(&self.checkpoint, RankWants { lists, of_rank: &of_rank }).unwrap();
         self.load_as(shares, lists, options, &[])
     }
 
@@ -121,7 +120,7 @@ impl Model {
                         options: options.clone(),
                         stream: false,
                     };
-                    let load = Load::start_together_through(request, Together { shares, mesh }, |inner, _| {
+                    let load = Load::start_in_group_through(request, (shares, mesh), |inner, _| {
                         Ok(Box::new(Slow { inner, parcels: slow.to_vec() }))
                     })?;
                     load.wait(None)?;
@@ -282,7 +281,7 @@ fn every_wanted_byte_has_one_reader_and_comes_once() {
         let distinct: Vec<Vec<Want>> =
             (0..1 + random.below(ranks as u64)).map(|_| random_wants(&model.checkpoint, &mut random)).collect();
         let of_rank: Vec<u32> = (0..ranks).map(|_| random.below(distinct.len() as u64) as u32).collect();
-        let shares = Shares::new(&model.checkpoint, Party { lists: &distinct, of_rank: &of_rank }).unwrap();
+        let shares = Shares::new(&model.checkpoint, RankWants { lists: &distinct, of_rank: &of_rank }).unwrap();
         // For each byte of each file: who wants it.
         for (file, content) in (0..).zip(&model.contents) {
             let mut wanted = vec![0u32; content.len()];
@@ -318,8 +317,8 @@ fn every_wanted_byte_has_one_reader_and_comes_once() {
             report.unwrap();
         }
         // The same with a trial: whichever way it goes.
-        let party = Party { lists: &distinct, of_rank: &of_rank };
-        let tried = Shares::with_trial(&model.checkpoint, party, 8192 + random.below(1 << 18)).unwrap();
+        let wants = RankWants { lists: &distinct, of_rank: &of_rank };
+        let tried = Shares::with_trial(&model.checkpoint, wants, 8192 + random.below(1 << 18)).unwrap();
         let differ = |r: &penstock::Result<Report>| r.as_ref().unwrap().exchange.unwrap().exchanged;
         let both_ways = Steps::of(&tried).is_some();
         let reports = model.load_as(tried, &lists, &Options::default(), &[]);
@@ -365,8 +364,8 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
         ("dp", (0..4).map(|_| Want::all(&model.checkpoint)).collect()),
     ] {
         let shares = || {
-            let party = Party { lists: &lists, of_rank: &[0, 1, 2, 3] };
-            Shares::with_trial(&model.checkpoint, party, 400_000).unwrap()
+            let wants = RankWants { lists: &lists, of_rank: &[0, 1, 2, 3] };
+            Shares::with_trial(&model.checkpoint, wants, 400_000).unwrap()
         };
         let both = Steps::of(&shares()).unwrap();
         let slow_ones = [(true, both.alone.clone()), (false, both.together.clone())];
@@ -406,8 +405,8 @@ fn ranks_go_on_in_the_way_that_was_quicker() {
 /// What replicas do whose storage becomes slower in the stretch that ends with look number `look`. Exchange took 0.6 s in the trial.
 fn slower_later(model: &Model, look: usize) -> (Shares, Vec<Report>) {
     let lists: Vec<_> = (0..4).map(|_| Want::all(&model.checkpoint)).collect();
-    let party = Party { lists: &lists, of_rank: &[0, 1, 2, 3] };
-    let shares = Shares::with_trial(&model.checkpoint, party, 100_000).unwrap();
+    let wants = RankWants { lists: &lists, of_rank: &[0, 1, 2, 3] };
+    let shares = Shares::with_trial(&model.checkpoint, wants, 100_000).unwrap();
     let both = Steps::of(&shares).unwrap();
     let mut slow = slow_parcels(&shares, &both.together, 600);
     if let Some(parcels) = both.looks.get(look) {
@@ -455,7 +454,7 @@ fn unequal(model: &Model) -> Vec<Vec<Want>> {
 
 fn tried(model: &Model, lists: &[Vec<Want>]) -> Shares {
     let of_rank: Vec<u32> = (0..lists.len() as u32).collect();
-    let shares = Shares::with_trial(&model.checkpoint, Party { lists, of_rank: &of_rank }, 300_000).unwrap();
+    let shares = Shares::with_trial(&model.checkpoint, RankWants { lists, of_rank: &of_rank }, 300_000).unwrap();
     assert!(Steps::of(&shares).is_some());
     shares
 }
@@ -500,7 +499,7 @@ fn a_rank_that_waits_for_one_that_is_there_and_takes_nothing_says_so() {
     // More than the buffers of a connection.
     let model = Model::new(&[("a".into(), vec![4096, 4096]), ("b".into(), vec![64])], &mut Random(12));
     let lists = [Want::all(&model.checkpoint), Want::all(&model.checkpoint)];
-    let shares = Arc::new(Shares::new(&model.checkpoint, Party { lists: &lists, of_rank: &[0, 1] }).unwrap());
+    let shares = Arc::new(Shares::new(&model.checkpoint, RankWants { lists: &lists, of_rank: &[0, 1] }).unwrap());
     let seats = [seat(0), seat(1)];
     let addresses: Vec<_> = seats.iter().map(|seat| Some(seat.address().unwrap())).collect();
     let load = |rank: u32, seat: Seat, waits: &dyn Fn()| {
@@ -515,7 +514,7 @@ fn a_rank_that_waits_for_one_that_is_there_and_takes_nothing_says_so() {
             options: Options { stall_timeout: Duration::from_secs(2), ..Options::default() },
             stream: false,
         };
-        Load::start_together(request, Together { shares: shares.clone(), mesh }, || true)?.wait(None).map(drop)
+        Load::start_in_group(request, (shares.clone(), mesh), || true)?.wait(None).map(drop)
     };
     let [zero, one] = seats;
     let over = std::sync::Barrier::new(2);

@@ -13,8 +13,7 @@ use penstock::extent::{Lane, Ticket};
 use penstock::format::{DType, FolderRequest};
 use penstock::options::{Cache, Io, Options, Order};
 use penstock::peers::{ListenAt, Lookout, Pass, Seat};
-use penstock::plan::request::Together;
-use penstock::plan::shares::{Party, Shares};
+use penstock::plan::shares::{RankWants, Shares};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
@@ -306,7 +305,7 @@ fn threads_that_tell_ranks_who_is_there() {
 /// Two ranks that want everything, and what becomes of each.
 fn together(checkpoint: &Arc<Checkpoint>) -> Vec<Result<()>> {
     let lists = [Want::all(checkpoint), Want::all(checkpoint)];
-    let shares = Arc::new(Shares::new(checkpoint, Party { lists: &lists, of_rank: &[0, 1] }).unwrap());
+    let shares = Arc::new(Shares::new(checkpoint, RankWants { lists: &lists, of_rank: &[0, 1] }).unwrap());
     let seats = [seat(0).unwrap(), seat(1).unwrap()];
     let addresses: Vec<_> = seats.iter().map(|seat| Some(seat.address().unwrap())).collect();
     std::thread::scope(|scope| {
@@ -315,7 +314,7 @@ fn together(checkpoint: &Arc<Checkpoint>) -> Vec<Result<()>> {
             scope.spawn(move || {
                 let mesh = seat.join(addresses, [7; 16], SOON, || true)?;
                 let request = request(checkpoint, Options::default());
-                Load::start_together(request, Together { shares, mesh }, || true)?.wait(Some(SOON)).map(drop)
+                Load::start_in_group(request, (shares, mesh), || true)?.wait(Some(SOON)).map(drop)
             })
         });
         let ranks: Vec<_> = ranks.collect();

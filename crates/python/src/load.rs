@@ -16,9 +16,9 @@ use penstock::fallback::Fallback;
 use penstock::load::{Load as Core, Next};
 use penstock::memory::View as CoreView;
 use penstock::options::grants;
-use penstock::plan::request::{Memory, Request, Together, Where};
+use penstock::plan::request::{Memory, Request, Where};
 use penstock::plan::strides::Foreign;
-use penstock::stats::{AmongRanks, Report};
+use penstock::stats::{ExchangeReport, Report};
 use penstock::{DType, Error, ErrorKind, Want};
 use pyo3::exceptions::{PyIndexError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -69,7 +69,7 @@ impl Load {
     #[staticmethod]
     #[pyo3(signature = (checkpoint, options, *, wants = None, regions = None, device = "cpu", order = "file",
                         stream = false, caller_blocks = false, into = None, strides = None, casts = None, keep = None,
-                        fence = 0, dlpack_device = None, misaligned = false, together = None, apart = None))]
+                        fence = 0, dlpack_device = None, misaligned = false, exchange = None, apart = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -88,7 +88,7 @@ impl Load {
         fence: u64,
         dlpack_device: Option<(c_int, c_int)>,
         misaligned: bool,
-        together: Option<(Bound<'_, Shares>, Bound<'_, Mesh>)>,
+        exchange: Option<(Bound<'_, Shares>, Bound<'_, Mesh>)>,
         apart: Option<(usize, String)>,
     ) -> PyResult<Self> {
         guarded(py, || {
@@ -109,18 +109,16 @@ impl Load {
             };
             let request =
                 Request { checkpoint: Arc::clone(core), wants, layout: None, device: at, memory, options, stream };
-            let together = match together {
-                Some((shares, mesh)) => Some(Together { shares: shares.get().0.clone(), mesh: mesh.get().take()? }),
-                None => None,
-            };
+            let exchange = exchange.map(|(shares, mesh)| Ok::<_, PyErr>((shares.get().0.clone(), mesh.get().take()?)));
+            let exchange = exchange.transpose()?;
             let files = core.files();
             let (core, own) = interruptibly(py, |go_on| {
                 check_driver(asked, device).map_err(|e| match files.first() {
                     Some(file) => e.at(&file.spelled),
                     None => e,
                 })?;
-                let core = match together {
-                    Some(together) => Core::start_together(request, together, go_on)?,
+                let core = match exchange {
+                    Some(group) => Core::start_in_group(request, group, go_on)?,
                     None => Core::start_while(request, go_on)?,
                 };
                 let own = match at {
@@ -209,7 +207,7 @@ impl Load {
         answer(py, || {
             let mut found = self.core.report();
             if let Some((ranks, _)) = self.apart {
-                found.exchange = Some(AmongRanks { ranks, ..AmongRanks::default() });
+                found.exchange = Some(ExchangeReport { ranks, ..ExchangeReport::default() });
             }
             let given = self.apart.as_ref().map(|apart| apart.1.as_str());
             report(py, &found, given)

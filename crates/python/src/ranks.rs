@@ -10,7 +10,7 @@ use penstock::options::{Bind, Scope};
 use penstock::peers::{ListenAt, PeerKey, Reachable, StandingLinks};
 use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Pass as CorePass, Seat as CoreSeat};
 use penstock::plan::packed;
-use penstock::plan::shares::{Party, Shares as CoreShares};
+use penstock::plan::shares::{RankWants, Shares as CoreShares};
 use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
 use penstock::Want;
 use pyo3::prelude::*;
@@ -355,11 +355,11 @@ impl Shares {
             let core = checkpoint.0.clone();
             let shares = detached(py, || {
                 let lists: Vec<&[u8]> = lists.0.iter().map(|list| &list[..]).collect();
-                let party = Party { lists: &lists, of_rank: &of_rank.0 };
+                let wants = RankWants { lists: &lists, of_rank: &of_rank.0 };
                 if trial {
-                    CoreShares::with_trial(&core, party, TRIED)
+                    CoreShares::with_trial(&core, wants, TRIED)
                 } else {
-                    CoreShares::new(&core, party)
+                    CoreShares::new(&core, wants)
                 }
             })?;
             Ok(Self(Held::new(Arc::new(shares))))
@@ -431,7 +431,7 @@ pub(crate) fn traffic<'py>(
         detached(py, || -> penstock::Result<Table> {
             let unpacked = lists.0.iter().map(|list| packed::unpack(list, core.len() as u32));
             let lists = unpacked.collect::<penstock::Result<Vec<Vec<Want>>>>()?;
-            let found = PlannedTraffic::new(&core, Party { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
+            let found = PlannedTraffic::new(&core, RankWants { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
             let rank = |r: &OfRank| [r.wanted, r.read, r.reads, r.parcels, r.sent, r.received, r.alone.0, r.alone.1];
             let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
             Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))

@@ -205,12 +205,12 @@ class SafeTensorsFileLoader:
         if self._closed:
             raise ClosedError("the loader has been closed")
         if self._ranks is not None and self._files:
-            company = self._ranks.company()
-            with told(company):
+            loads = self._ranks.loads()
+            with told(loads):
                 if borrowed_tensors:
                     raise InvalidError("borrowed_tensors=True: only where one rank is alone")
                 checkpoint, places, paths = self._together()
-                return RanksBuffer(checkpoint, places, paths, company, self._target, self._settings, torch_dtype(dtype))
+                return RanksBuffer(checkpoint, places, paths, loads, self._target, self._settings, torch_dtype(dtype))
         target = torch_dtype(dtype)
         if not self._files:
             return FilesBufferOnDevice(None, {}, {}, {})

@@ -20,7 +20,7 @@ from ._process_group import told
 
 if TYPE_CHECKING:
     from .._framework import Adapter
-    from .._group_stream import Company
+    from .._group_stream import GroupLoads
 
 #: Tensors that are asked for whole and in order, before a program counts as one that wants them all.
 _SINGLES = 4
@@ -39,7 +39,7 @@ class RanksBuffer(FilesBufferOnDevice):
         checkpoint: Checkpoint,
         places: dict[str, Place],
         paths: dict[Place, str],
-        company: Company,
+        loads: GroupLoads,
         device: Any,
         settings: dict[str, Any],
         dtype: Any,
@@ -49,8 +49,8 @@ class RanksBuffer(FilesBufferOnDevice):
         self._seen = observe("load", checkpoint, engine="fastsafetensors", kept=True)
         if self._seen is not NOTHING:
             checkpoint._within = self._seen
-        self._company, self._device, self._settings, self._dtype = company, device, settings, dtype
-        self._size, self._rank = company.member.size, company.member.rank
+        self._loads, self._device, self._settings, self._dtype = loads, device, settings, dtype
+        self._size, self._rank = loads.member.size, loads.member.rank
         self._untaken = set(places)
         # Of whole tensors: their names in order, how many have been asked for in it, and the stream that follows
         self._order = list(places)
@@ -112,8 +112,8 @@ class RanksBuffer(FilesBufferOnDevice):
         self._tensors = None
         self._follow_no_more()
         if self._untaken:
-            self._company.say(CancelledError("its buffer was closed"))
-        self._company.close()
+            self._loads.say(CancelledError("its buffer was closed"))
+        self._loads.close()
         self._seen.end()
 
     # How it is had
@@ -121,7 +121,7 @@ class RanksBuffer(FilesBufferOnDevice):
     @contextmanager
     def _asking(self, *names: str) -> Iterator[None]:
         """Checks the names. What is wrong is told to the other ranks, which wait for this one by then."""
-        with told(self._company if self._tensors is not None else None):
+        with told(self._loads if self._tensors is not None else None):
             for name in names:
                 self._place(name)
             if self._tensors is None:
@@ -158,7 +158,7 @@ class RanksBuffer(FilesBufferOnDevice):
                 request, adapter = prepare(self._opened, where, names, None, "pt", options, slices or None)
                 return request._replace(seen=self._seen.part()), adapter
 
-            tensors = self._company.load(self._opened._core, options, prepared)
+            tensors = self._loads.load(self._opened._core, options, prepared)
         return {name: self._converted(tensor, None, self._dtype, name) for name, tensor in tensors.items()}
 
     @staticmethod
@@ -202,4 +202,4 @@ class RanksBuffer(FilesBufferOnDevice):
             return request._replace(seen=self._seen.part())
 
         sequence = [self._opened._core.index(name) for name in names]
-        return stream(self._company.member, request, adapter, False, lambda report: None, sequence)
+        return stream(self._loads.member, request, adapter, False, lambda report: None, sequence)

@@ -147,10 +147,10 @@ class ParallelLoader:
             raise ClosedError("the loader has been closed")
         if not self._files:
             return iter(())
-        company = None if self._ranks is None else self._ranks.company()
-        with told_of_stream(company):
+        loads = None if self._ranks is None else self._ranks.loads()
+        with told_of_stream(loads):
             checkpoint = self._opened()
-        group = None if company is None else company.member
+        group = None if loads is None else loads.member
         return checkpoint.stream(
             self._device, self._names, framework="pt", progress=self._progress, options=self._settings, group=group
         )

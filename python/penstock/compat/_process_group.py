@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .._errors import InvalidError
 
 if TYPE_CHECKING:
-    from .._group import Member
-    from .._group_stream import Company
+    from .._group_stream import GroupLoads
+    from .._member import Member
 
 
 class Ranks:
@@ -27,11 +27,11 @@ class Ranks:
         """The number of this one."""
         return self.member.rank
 
-    def company(self) -> Company:
-        """The same ranks, for one object. All ranks make theirs in the same order."""
-        from .._group_stream import Company
+    def loads(self) -> GroupLoads:
+        """The loads of one object, each of all ranks. All ranks make theirs in the same order."""
+        from .._group_stream import GroupLoads
 
-        return Company(self.member)
+        return GroupLoads(self.member)
 
 
 def ranks_of(group: Any, argument: str) -> Ranks | None:
@@ -55,32 +55,33 @@ def ranks_of(group: Any, argument: str) -> Ranks | None:
             raise InvalidError(f"{argument}={group!r}: this process is not in that group")
         if size == 1:
             return None
-    from .._group import member_of
+    from .._member import member_of
 
     member = member_of(group)
     return Ranks(member) if member.size > 1 else None
 
 
 @contextmanager
-def told(company: Company | None) -> Iterator[None]:
+def told(loads: GroupLoads | None) -> Iterator[None]:
     """Tells errors that are raised in it to the other ranks, which wait for this one in the next load."""
     try:
         yield
     except BaseException as error:
-        if company is not None:
-            company.say(error)
+        if loads is not None:
+            loads.say(error)
         raise
 
 
 @contextmanager
-def told_of_stream(company: Company | None) -> Iterator[None]:
+def told_of_stream(loads: GroupLoads | None) -> Iterator[None]:
     """As `told`, where the others wait for this one at the beginning of the first stream."""
     try:
         yield
     except BaseException as error:
-        if company is not None:
-            from .._group_stream import corner, say
+        if loads is not None:
+            from .._group import say
+            from .._member import new_group
 
-            say(corner(company.member), error)
-            company.say(error)  # they may begin with another call
+            say(new_group(loads.member), error)
+            loads.say(error)  # they may begin with another call
         raise

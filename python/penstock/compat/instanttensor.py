@@ -36,7 +36,7 @@ from ._process_group import ranks_of, told, told_of_stream
 
 if TYPE_CHECKING:
     from .._framework import Adapter
-    from .._group_stream import Company
+    from .._group_stream import GroupLoads
 
 __all__ = ["Backend", "BackendPolicy", "safe_open"]
 
@@ -171,13 +171,13 @@ class safe_open:
         window, backends = Options(**self._settings).window, candidates(backend)
 
         self.device, self.framework, self.copy, self.process_group = device, framework, copy, process_group
-        self._company = None if ranks is None else ranks.company()
-        with told_of_stream(self._company):
+        self._group_loads = None if ranks is None else ranks.loads()
+        with told_of_stream(self._group_loads):
             self._checkpoint = open_as("filename", filename, network=False)
             files = [local_path(file, "filename") for file in self._checkpoint.files]
             io = io_for(backends, files, mapped=on_cpu and not copy)
             if share is not None:
-                within = window_within(share, where, window, "window" in self._settings, self._company is not None)
+                within = window_within(share, where, window, "window" in self._settings, self._group_loads is not None)
                 if within < window:
                     window = within
                     self._settings = _settings_for(on_cpu, copy, window, chunk_size, concurrency, io_depth)
@@ -201,7 +201,7 @@ class safe_open:
 
     def _stream(self, names: list[str] | None) -> Any:
         """An iterator that has checked device and dtypes, and not yet read anything."""
-        group = None if self._company is None else self._company.member
+        group = None if self._group_loads is None else self._group_loads.member
         return self._checkpoint.stream(self.device, names, framework="pt", options=self._settings, group=group)
 
     def _check_open(self) -> None:
@@ -241,7 +241,7 @@ class safe_open:
             UnknownTensorError: (a KeyError) no such tensor, or the filter leaves it out.
             ClosedError: (a RuntimeError) the context exited.
         """
-        with told(None if self._closed else self._company):
+        with told(None if self._closed else self._group_loads):
             self._check_open()
             info = self._info(name)
         if self._order is None:
@@ -257,19 +257,19 @@ class safe_open:
         elif self._following is not None:
             self._following.close()
             self._following, self._asked = None, len(self._order)  # each alone from now on
-        return self._alone(name) if self._company is None else self._together(self._company, name)
+        return self._alone(name) if self._group_loads is None else self._together(self._group_loads, name)
 
     def _alone(self, name: str) -> Any:
         alone = self._checkpoint.load(self.device, [name], framework="pt", progress=False, options=self._settings)
         return alone[name]
 
-    def _together(self, company: Company, name: str) -> Any:
+    def _together(self, loads: GroupLoads, name: str) -> Any:
         options = make_options(self._settings)
 
         def prepared() -> tuple[Request, Adapter]:
             return prepare(self._checkpoint, device_for(self.device, "pt"), [name], None, "pt", options)
 
-        return company.load(self._checkpoint._core, options, prepared)[name]
+        return loads.load(self._checkpoint._core, options, prepared)[name]
 
     def _info(self, name: str) -> TensorInfo:
         if self._selected is not None and name not in self._selected:
@@ -323,7 +323,7 @@ class safe_open:
         for stream in self._running:
             stream.close()
         self._running.clear()
-        if self._company is not None:
+        if self._group_loads is not None:
             if asked and self._asked < len(self.keys()):
-                self._company.say(CancelledError("its safe_open context exited"))
-            self._company.close()
+                self._group_loads.say(CancelledError("its safe_open context exited"))
+            self._group_loads.close()

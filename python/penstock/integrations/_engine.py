@@ -25,9 +25,10 @@ from .._errors import (
     UnsupportedError,
 )
 from .._events import NOTHING, Seen, through
-from .._group import Gathering, confirm, place_in
-from .._group_stream import compare, corner, leave
+from .._group import Rendezvous, confirm
+from .._group_stream import compare
 from .._joined import joined
+from .._member import new_group, place_in
 from .._options import make_options
 from .._report import Report
 from ._index import absent
@@ -191,7 +192,7 @@ class Loads:
         """The operation of these loads: one event."""
         self.device = device
         self._mark = mark
-        self._company = ExitStack()
+        self._joined = ExitStack()
         self._watched = ExitStack()
 
     def join(self, ranks: Callable[[], Any]) -> None:
@@ -202,15 +203,15 @@ class Loads:
         From here to the end of `barrier` a rank that is gone or was stopped is noticed.
         """
         if self.group is None and (group := ranks()) is not None:
-            self._company.enter_context(joined(group, options=self.options))
+            self._joined.enter_context(joined(group, options=self.options))
             # Keys of its own: a rank that fails does not come as far as the others, and the next attempt begins anew
-            self.group = corner(group)
-            self._company.push(self._leave)
+            self.group = new_group(group)
+            self._joined.push(self._leave)
 
     def _leave(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Says that this rank does nothing more with these keys. A store that did not answer is not asked again."""
         if not isinstance(error, StalledError):
-            leave(self.group, None if self.options is None else self.options.peer_timeout)
+            self.group.leave(None if self.options is None else self.options.peer_timeout)
 
     def _opened(
         self, chosen: Chosen, keep: Callable[[str], bool] | None
@@ -241,7 +242,7 @@ class Loads:
                     recorder = None
         finally:
             if recorder is None:
-                self._company.close()
+                self._joined.close()
         return recorder
 
     def reload_mapped(
@@ -264,7 +265,7 @@ class Loads:
 
     def part(self) -> None:
         """This rank does nothing more with the others. Idempotent."""
-        self._company.close()
+        self._joined.close()
 
     def weights(
         self, chosen: Chosen, keep: Callable[[str], bool] | None, otherwise: Callable[[], Any]
@@ -327,8 +328,8 @@ class Loads:
             self.why = str(why)
         if self.group is not None:
             try:
-                with Gathering(self.group) as gathering:
-                    self.why = gathering.vote(checkpoint._core, options, self.why)
+                with Rendezvous(self.group) as rendezvous:
+                    self.why = rendezvous.vote(checkpoint._core, options, self.why)
             except BaseException:
                 if found is not None:
                     found.close()
@@ -378,7 +379,7 @@ class Loads:
         self.seen.fell_back(why)
         if self.group is not None:
             # Ranks that do not fall back would wait for this one
-            with suppress(BaseException), Gathering(self.group):
+            with suppress(BaseException), Rendezvous(self.group):
                 raise UnsupportedError(f"it loads as the engine does: {why}")
         return iter(otherwise())
 
@@ -389,16 +390,16 @@ class Loads:
             yield name, tensor
 
     @contextmanager
-    def company(self) -> Iterator[None]:
+    def joined(self) -> Iterator[None]:
         """Until its end a rank that is gone or was stopped is noticed."""
-        with self._company, self._told():
+        with self._joined, self._told():
             yield
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
         """See `Recorder.barrier`; for all of them."""
         # Ranks that are still to load, or to say that they have, hear why this one ends
-        with self._company, self._closed():
+        with self._joined, self._closed():
             # Hundreds of thousands of objects, none of them garbage
             with self._told(), collector_paused(), self._watched:
                 if self.mapped is None:
@@ -426,7 +427,7 @@ class Loads:
             yield
         except BaseException as error:
             if self.group is not None:
-                with suppress(BaseException), Gathering(self.group):
+                with suppress(BaseException), Rendezvous(self.group):
                     if isinstance(error, GeneratorExit):
                         raise CancelledError(_STOPPED) from error
                     raise error

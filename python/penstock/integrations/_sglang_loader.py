@@ -16,7 +16,8 @@ from sglang.srt.model_loader import loader as sglang_loader
 
 from .._errors import MissingDtypeError, UnsupportedError
 from .._events import NOTHING, Seen, around, observe, within
-from .._group_stream import corner, leave, say
+from .._group import say
+from .._member import new_group
 from .._paths import without_secrets
 from .._report import Report
 from ._drift import tested
@@ -266,9 +267,9 @@ def _tell(error: BaseException) -> None:
     """Tells the other ranks, which wait for this one or will, why it does not come to their load."""
     with suppress(BaseException):
         if (group := _ranks()) is not None:
-            member = corner(group)
+            member = new_group(group)
             say(member, error)
-            leave(member)
+            member.leave()
 
 
 def _ranks() -> Any:

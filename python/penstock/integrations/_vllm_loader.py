@@ -141,7 +141,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
     def _reload_mapped(self, mapped: Mapped, loads: Loads, model: torch.nn.Module) -> Any:
         """Mapped tensors for a reload, which vLLM copies. To be primed."""
         lend(mapped)
-        with until_end(loads.seen), loads.company():
+        with until_end(loads.seen), loads.joined():
             yield PRIMED
             yield from mapped.weights("layer")
             self.reports += loads.run(model)
@@ -150,7 +150,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     def _reload(self, recorder: Recorder, loads: Loads) -> Any:
         """Deferred tensors for a reload; its ranks make one load. To be primed."""
-        with until_end(loads.seen), loads.company():
+        with until_end(loads.seen), loads.joined():
             yield PRIMED
             yield from weights(recorder, loads.group, self.reports.append)
             if loads.group is not None:

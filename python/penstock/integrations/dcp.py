@@ -36,7 +36,7 @@ from .._destination import Destination
 from .._dtypes import CASTABLE
 from .._errors import HeaderError, MissingDtypeError, UnsupportedError
 from .._events import around, observe
-from .._group import Gathering
+from .._group import Rendezvous
 from .._memory import memory_of
 from .._report import Report
 from .._torch import torch_dtype, torch_shape
@@ -149,10 +149,10 @@ class StorageReader(_StorageReader):
         """Loads what the plan lists into the planner's tensors. Returns when all is there."""
         assert self._opened is not None, "read_metadata comes first"
         # What is wrong with the tensors of one rank the others hear of
-        together: Any
+        rendezvous: Any
         with (
             around(observe("load_into", self._opened, engine="dcp")),
-            nullcontext() if self._group is None else Gathering(self._group) as together,
+            nullcontext() if self._group is None else Rendezvous(self._group) as rendezvous,
         ):
             targets = [self._target(item, planner) for item in plan.items]
             detours = {
@@ -165,7 +165,7 @@ class StorageReader(_StorageReader):
                 Destination(item.storage_index.fqn, to, self._cut(item), cast=True)
                 for item, to in zip(plan.items, into, strict=True)
             ]
-            self._opened.load_into(_last_of_each(destinations), options=self._options, group=together)
+            self._opened.load_into(_last_of_each(destinations), options=self._options, group=rendezvous)
         for number, loaded in detours.items():
             targets[number][0].copy_(loaded)
         for item, (target, _) in zip(plan.items, targets, strict=True):

@@ -27,8 +27,8 @@ use crate::options::{Exchanging, MIB, PAGE};
 use crate::peers::{Peers, STEPS};
 use crate::plan::lists::ListOfWants;
 use crate::plan::schedule::{Alone, Schedule, Section};
-use crate::plan::shares::{Cell, Party, Shares};
-use crate::stats::{AmongRanks, Report, Unwanted};
+use crate::plan::shares::{Cell, RankWants, Shares};
+use crate::stats::{ExchangeReport, Report, Unwanted};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -53,8 +53,8 @@ impl Shares {
     ///
     /// # Errors
     /// The same as for [`new`](Self::new).
-    pub fn with_trial<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>, tried: u64) -> Result<Shares> {
-        Self::in_steps(checkpoint, party, |cells| divided(cells, tried))
+    pub fn with_trial<L: ListOfWants>(checkpoint: &Checkpoint, wants: RankWants<'_, L>, tried: u64) -> Result<Shares> {
+        Self::in_steps(checkpoint, wants, |cells| divided(cells, tried))
     }
 }
 
@@ -264,7 +264,7 @@ pub(super) fn untried(asked: Exchanging) -> &'static str {
     }
 }
 
-impl AmongRanks {
+impl ExchangeReport {
     /// The reason for which ranks exchange shared bytes, or do not.
     pub fn why(&self) -> String {
         let Some([alone, together]) = self.tried else { return self.reason.to_owned() };

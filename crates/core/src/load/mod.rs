@@ -4,9 +4,9 @@
 //! inbox and a condition variable. It runs no foreign code and waits for no caller.
 
 pub(crate) mod addresses;
-mod among;
 mod blocks;
 mod drive;
+mod exchange;
 mod exchange_trial;
 mod files;
 mod handle;

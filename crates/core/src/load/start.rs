@@ -1,8 +1,8 @@
 //! From request to running load: plan, memory, source, device, the state that owner and engine share, thread.
 
-use super::among::{Among, Received};
 use super::blocks::{allocate, arena, check_room, our_blocks, BlockMemory, GpuBlocks};
 use super::drive::{CacheUse, Driver, Ranks};
+use super::exchange::{RankExchange, Received};
 use super::exchange_trial::{sections, untried, ExchangeTrial};
 use super::files::LoadFiles;
 use super::handle::Load;
@@ -24,12 +24,14 @@ use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::Block;
 use crate::options::{pool_bytes, Io, Options};
-use crate::plan::request::{Memory, Request, Together, Where};
-use crate::plan::schedule::{OneOfRanks, Schedule};
+use crate::peers::Mesh;
+use crate::plan::request::{Memory, Request, Where};
+use crate::plan::schedule::{RankShares, Schedule};
+use crate::plan::shares::Shares;
 use crate::plan::Planned;
 use crate::source::{Dispatcher, LaneSource, Source, SourceRequest};
 use crate::staging::{Ring, Share};
-use crate::stats::AmongRanks;
+use crate::stats::ExchangeReport;
 use crate::store::{patiently, DiskUse, Objects, Storage};
 use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
@@ -41,6 +43,8 @@ use std::sync::Arc;
 /// Copy workers by default: more do not use the memory bus any better.
 const MOST_WORKERS: usize = 16;
 
+/// The reads of all ranks, and one rank's connections to the others.
+type LoadGroup = (Arc<Shares>, Mesh);
 /// Wraps a source.
 type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>> + 'a>;
 
@@ -48,7 +52,7 @@ type Decorate<'a> = Box<dyn FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result
 #[derive(Default)]
 struct StandIns<'a> {
     device: Option<Box<dyn Device>>,
-    together: Option<Together>,
+    group: Option<LoadGroup>,
     decorate: Option<Decorate<'a>>,
     /// The storage device of each file; empty: the real ones.
     #[cfg(any(test, feature = "testing"))]
@@ -72,12 +76,12 @@ impl Load {
     }
 
     /// The same for one rank of several that load together: what more than one of them wants is read by one, and sent to the
-    /// others. The load ends when all of them have everything.
+    /// others. The load ends when all of them have everything. `shares` are the same on every rank.
     ///
     /// # Errors
     /// Also `Peer`, if another rank fails, dies or stops; `Invalid` for a stream.
-    pub fn start_together(request: Request, together: Together, go_on: impl FnMut() -> bool) -> Result<Load> {
-        start(request, StandIns { together: Some(together), ..StandIns::default() }, go_on)
+    pub fn start_in_group(request: Request, group: LoadGroup, go_on: impl FnMut() -> bool) -> Result<Load> {
+        start(request, StandIns { group: Some(group), ..StandIns::default() }, go_on)
     }
 
     /// The same with another device than the request's own, for tests that remove a fence.
@@ -97,13 +101,13 @@ impl Load {
 
     /// One rank of several, with its source decorated, for tests.
     #[cfg(any(test, feature = "testing"))]
-    pub fn start_together_through(
+    pub fn start_in_group_through(
         request: Request,
-        together: Together,
+        group: LoadGroup,
         decorate: impl FnOnce(Box<dyn Source>, &Arc<dyn Objects>) -> Result<Box<dyn Source>>,
     ) -> Result<Load> {
-        let (together, decorate): (_, Option<Decorate<'_>>) = (Some(together), Some(Box::new(decorate)));
-        start(request, StandIns { together, decorate, ..StandIns::default() }, || true)
+        let (group, decorate): (_, Option<Decorate<'_>>) = (Some(group), Some(Box::new(decorate)));
+        start(request, StandIns { group, decorate, ..StandIns::default() }, || true)
     }
 
     /// The same with a source that answers late, for tests: slabs are taken when the first byte of a read has arrived.
@@ -136,12 +140,12 @@ fn start(request: Request, mut stand_ins: StandIns<'_>, go_on: impl FnMut() -> b
         pattern => Some(Arc::new(Timeline::new(pattern)?)),
     };
     let began = Began::now();
-    let among = stand_ins.together.take().map(|together| Among::new(together, &request)).transpose();
-    let outcome = among.and_then(|mut among| {
-        let outcome = assemble(request, stand_ins, timeline.clone(), go_on, began, &mut among);
-        if let (Err(error), Some(among)) = (&outcome, &among) {
+    let exchange = stand_ins.group.take().map(|group| RankExchange::new(group, &request)).transpose();
+    let outcome = exchange.and_then(|mut exchange| {
+        let outcome = assemble(request, stand_ins, timeline.clone(), go_on, began, &mut exchange);
+        if let (Err(error), Some(exchange)) = (&outcome, &exchange) {
             // It could not even begin: the others hear why.
-            among.peers.fail(error);
+            exchange.peers.fail(error);
         }
         outcome
     });
@@ -162,19 +166,19 @@ fn assemble(
     timeline: Option<Arc<Timeline>>,
     go_on: impl FnMut() -> bool,
     began: Began,
-    among: &mut Option<Among>,
+    exchange: &mut Option<RankExchange>,
 ) -> Result<Load> {
-    let (request, files, mut plan, ours) = planned_and_mapped(request, &stand_ins, among.as_ref(), go_on)?;
+    let (request, files, mut plan, ours) = planned_and_mapped(request, &stand_ins, exchange.as_ref(), go_on)?;
     // From here until the load has ended it wants the disk.
     let disk = plan.uses_disk.then(DiskUse::begin);
     let gpu = GpuBlocks::wanted(&request)?;
-    let staging = staging(&request, &mut plan, among.as_ref());
+    let staging = staging(&request, &mut plan, exchange.as_ref());
     let Request { checkpoint, wants, device: at, memory, options, stream, .. } = request;
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
     let asked = SourceRequest { timeline: timeline.clone(), ..SourceRequest::new(options.io, routing.clone()) };
-    let (source, received) = source(&files, &asked, stand_ins.decorate, among.as_ref(), &schedule)?;
+    let (source, received) = source(&files, &asked, stand_ins.decorate, exchange.as_ref(), &schedule)?;
     let ours = || device(at, &schedule, &options, timeline.as_ref());
     let device = stand_ins.device.map_or_else(ours, |device| Ok(Some(device)))?;
     let bounds = bounds(&routing, &options, stream, received, pool_bytes(staging, plan.slab) / plan.slab);
@@ -183,14 +187,14 @@ fn assemble(
     plan.report.plan_seconds = began.seconds();
 
     let (mut device, mut sends, mut trial) = (device, HashMap::new(), None);
-    if let Some(among) = among {
+    if let Some(exchange) = exchange {
         if let Some(inner) = device.take() {
-            let (decorated, bytes) = among.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
+            let (decorated, bytes) = exchange.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
             (device, sends) = (Some(decorated), bytes);
         }
-        let (ranks, reason) = (among.members, untried(options.exchange));
-        plan.report.exchange = Some(AmongRanks { ranks, exchanged: true, reason, ..AmongRanks::default() });
-        trial = ExchangeTrial::begin(&among.shares, &schedule, plan.unwanted, &mut engine);
+        let (ranks, reason) = (exchange.members, untried(options.exchange));
+        plan.report.exchange = Some(ExchangeReport { ranks, exchanged: true, reason, ..ExchangeReport::default() });
+        trial = ExchangeTrial::begin(&exchange.shares, &schedule, plan.unwanted, &mut engine);
     }
     let ring = ring(device.as_mut(), &schedule, plan.slab, staging)?;
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
@@ -205,7 +209,7 @@ fn assemble(
         gpu,
         journal: Journal::new(plan.report, began, timeline.clone(), extents),
         cache: CacheUse { routing: routing.clone(), chosen, _disk: disk },
-        ranks: among.take().map(|among| Ranks { sends, trial, peers: among.peers }),
+        ranks: exchange.take().map(|exchange| Ranks { sends, trial, peers: exchange.peers }),
     };
     // Its own, which holds no descriptor after the load has ended.
     let is_mapped = stream && routing.ways.iter().any(|way| way.is_mapped());
@@ -215,7 +219,7 @@ fn assemble(
 }
 
 /// The most staging memory that the load takes. The report says so if that is less than the options allow.
-fn staging(request: &Request, plan: &mut Planned, among: Option<&Among>) -> u64 {
+fn staging(request: &Request, plan: &mut Planned, exchange: Option<&RankExchange>) -> u64 {
     let besides = || match (&request.memory, request.device) {
         (Memory::Into { tensors, .. }, Where::Cpu) => room::without_pages(tensors),
         (Memory::Ours, Where::Cpu) => {
@@ -229,7 +233,7 @@ fn staging(request: &Request, plan: &mut Planned, among: Option<&Among>) -> u64 
         wanted: room::wanted(&plan.schedule.extents),
         there: Ring::process().staging().mapped,
         half: matches!(request.device, Where::Gpu(_)),
-        ranks: among.map_or(1, Among::on_this_machine),
+        ranks: exchange.map_or(1, RankExchange::on_this_machine),
     };
     let (staging, less) = room::limit(&slabs, besides, machine::memory_before_a_kill);
     plan.report.fallbacks.extend(less);
@@ -241,7 +245,7 @@ fn source(
     files: &Storage,
     asked: &SourceRequest,
     decorate: Option<Decorate<'_>>,
-    among: Option<&Among>,
+    exchange: Option<&RankExchange>,
     schedule: &Schedule,
 ) -> Result<(Dispatcher, Option<Received>)> {
     let mut source = files.source(asked)?;
@@ -250,7 +254,7 @@ fn source(
         source = Dispatcher::new(Vec::new());
         source.add(Some(0), LaneSource { lanes: Vec::new(), source: decorated })?;
     }
-    let (ranks, received) = among.map(|among| among.source(schedule)).unzip();
+    let (ranks, received) = exchange.map(|exchange| exchange.source(schedule)).unzip();
     ranks.map_or(Ok(()), |ranks| source.add(None, ranks))?;
     let lanes = schedule.extents.iter().map(|e| (e.file, e.lane));
     source.check(lanes).map_err(|(file, e)| e.at(files.path(file)))?;
@@ -283,12 +287,12 @@ fn ring(device: Option<&mut Box<dyn Device>>, schedule: &Schedule, slab: u64, st
 fn plan(
     request: Request,
     files: &Arc<Storage>,
-    among: Option<&Among>,
+    exchange: Option<&RankExchange>,
     go_on: impl FnMut() -> bool,
 ) -> Result<(Request, Planned)> {
-    let ranks = among.map(|among| (among.shares.clone(), among.rank));
+    let ranks = exchange.map(|exchange| (exchange.shares.clone(), exchange.rank));
     let planned = move |request: Request, files: &Storage| {
-        let ranks = ranks.as_ref().map(|(shares, rank)| OneOfRanks { shares, rank: *rank, sections: sections(shares) });
+        let ranks = ranks.as_ref().map(|(shares, rank)| RankShares { shares, rank: *rank, sections: sections(shares) });
         Planned::new(&request, files, ranks.as_ref()).map(|plan| (request, plan))
     };
     if files.are_known_local() {
@@ -306,16 +310,16 @@ fn plan(
 fn planned_and_mapped(
     mut request: Request,
     _stand_ins: &StandIns<'_>,
-    among: Option<&Among>,
+    exchange: Option<&RankExchange>,
     mut go_on: impl FnMut() -> bool,
 ) -> Result<(Request, Arc<Storage>, Planned, Vec<Block>)> {
-    let hosts = among.map_or(&[][..], |among| &among.hosts);
-    let files = Arc::new(request.checkpoint.storage()?.among(hosts));
+    let hosts = exchange.map_or(&[][..], |exchange| &exchange.hosts);
+    let files = Arc::new(request.checkpoint.storage()?.with_ranks(hosts));
     #[cfg(any(test, feature = "testing"))]
     (0..).zip(_stand_ins.storage).try_for_each(|(file, storage)| files.first().pretend_storage(file, *storage))?;
     let mut fallbacks = Vec::new();
     loop {
-        let (asked, mut plan) = plan(request, &files, among, &mut go_on)?;
+        let (asked, mut plan) = plan(request, &files, exchange, &mut go_on)?;
         let (layout, stretches, routing) = (&plan.layout, &plan.schedule.stretches[..], &plan.routing);
         let ours = matches!((asked.device, &asked.memory), (Where::Cpu, Memory::Ours));
         if ours && !asked.stream {
@@ -329,7 +333,7 @@ fn planned_and_mapped(
                     plan.schedule.extents.iter_mut().for_each(|e| e.staging = TakesSlab::AtArrival);
                 }
                 // A rank that wants nothing waits for the others: not on the caller's thread.
-                plan.routing.here &= among.is_none();
+                plan.routing.here &= exchange.is_none();
                 return Ok((asked, files, plan, blocks));
             }
             Err(refusal) if asked.options.io == Io::Mapped || !routing.ways.iter().any(|way| way.is_mapped()) => {

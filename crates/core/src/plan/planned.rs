@@ -5,7 +5,7 @@ use super::layout::{Layout, Target};
 use super::recorded::recorded;
 use super::request::{Memory, Request, Where};
 use super::routing::{self, Goal, Machine};
-use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
+use super::schedule::{FileTraits, Limits, RankShares, Schedule};
 use super::shares::PARCEL;
 use super::survey::{Survey, Surveyed};
 use super::want::Want;
@@ -40,7 +40,7 @@ impl Planned {
     /// Plans `request`. Asks the file systems about the files.
     ///
     /// With `ranks`, for one rank of several.
-    pub(crate) fn new(request: &Request, files: &Storage, ranks: Option<&OneOfRanks<'_>>) -> Result<Planned> {
+    pub(crate) fn new(request: &Request, files: &Storage, ranks: Option<&RankShares<'_>>) -> Result<Planned> {
         let Request { checkpoint, wants, device, memory, options, .. } = request;
         let into = match (memory, device) {
             (Memory::Into { .. }, Where::Cpu) => Goal::Tensors,
@@ -69,8 +69,7 @@ impl Planned {
         let ranks_try = ranks.is_some_and(|ranks| ranks.sections.len() > 1);
         let mut routing = routing::route(&survey, into, options, &machine, ranks_try);
         // These gaps are other ranks' bytes: do not read them.
-        let among = ranks.is_some();
-        routing.gap = among.then(|| options.least_gap());
+        routing.gap = ranks.map(|_| options.least_gap());
         if options.io == Io::Mapped {
             if let Some(f) = survey.files.iter().zip(&routing.ways).position(|(s, way)| s.is_some() && !way.is_mapped())
             {
@@ -112,7 +111,7 @@ impl Planned {
             let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
             slab = slab.max(extent.or(Some(options.extent.next_multiple_of(HUGE_PAGE))));
             let least = options.least_gap();
-            let declared = surveyed.facts.gap.filter(|_| !among).or(measured);
+            let declared = surveyed.facts.gap.filter(|_| ranks.is_none()).or(measured);
             let gap = declared.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least));
             report.gap_limit = report.gap_limit.max(gap.unwrap_or(least));
             // Short rows in the page cache cost least one by one, without the long gaps between them.
@@ -131,7 +130,7 @@ impl Planned {
             window: request.stream.then_some(options.window),
         };
         Schedule::check(checkpoint, wants, &layout, &traits, &limits)?;
-        let schedule = Schedule::among(checkpoint, &layout, &traits, &limits, ranks);
+        let schedule = Schedule::of_rank(checkpoint, &layout, &traits, &limits, ranks);
         let of_section = |extents: &Range<usize>| unwanted(&schedule, &schedule.extents[extents.clone()], wants, files);
         let unwanted: Vec<Unwanted> = schedule.sections.iter().map(of_section).collect();
         report.unwanted = unwanted.iter().cloned().fold(Unwanted::default(), Unwanted::and);

@@ -1,14 +1,12 @@
 //! The request for a load.
 
 use super::layout::Layout;
-use super::shares::Shares;
 use super::strides::Foreign;
 use super::want::Want;
 use crate::device::Fence;
 use crate::format::Checkpoint;
 use crate::memory::Keep;
 use crate::options::Options;
-use crate::peers::Mesh;
 use std::sync::Arc;
 
 /// Where the tensors go.
@@ -36,14 +34,6 @@ pub enum Memory {
         /// The work that is still queued on the tensors' stream.
         fence: Option<Fence>,
     },
-}
-
-/// A load of several ranks, seen by one of them.
-pub struct Together {
-    /// The wants and the reads of all ranks: the same on every rank.
-    pub shares: Arc<Shares>,
-    /// The connections to the others.
-    pub mesh: Mesh,
 }
 
 /// A request to load tensors.

@@ -28,7 +28,7 @@ const MOST_RANGES: u64 = 1 << 20;
 
 /// The wants of all ranks. Equal ones are one list.
 #[derive(Debug)]
-pub struct Party<'a, L = Vec<Want>> {
+pub struct RankWants<'a, L = Vec<Want>> {
     /// The lists of wants: each is one, or its bytes.
     pub lists: &'a [L],
     /// For each rank, the number of its list.
@@ -36,15 +36,15 @@ pub struct Party<'a, L = Vec<Want>> {
 }
 
 // Derived, they would ask the same of the lists.
-impl<L> Clone for Party<'_, L> {
+impl<L> Clone for RankWants<'_, L> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<L> Copy for Party<'_, L> {}
+impl<L> Copy for RankWants<'_, L> {}
 
-impl<L> Party<'_, L> {
+impl<L> RankWants<'_, L> {
     /// # Errors
     /// `Invalid` if a rank's list does not exist.
     pub(super) fn check(&self) -> Result<()> {
@@ -117,8 +117,8 @@ impl Shares {
     /// # Errors
     /// Those of [`Runs::of`]. `Limit` for slices that leave so many holes in one tensor that they would be 2^20 ranges.
     /// `Invalid` if a rank's list does not exist.
-    pub fn new<L: ListOfWants>(checkpoint: &Checkpoint, party: Party<'_, L>) -> Result<Shares> {
-        Self::in_steps(checkpoint, party, |cells| vec![cells])
+    pub fn new<L: ListOfWants>(checkpoint: &Checkpoint, wants: RankWants<'_, L>) -> Result<Shares> {
+        Self::in_steps(checkpoint, wants, |cells| vec![cells])
     }
 
     /// The same in steps, which the ranks take one after the other: `divide` cuts what several of them want. Every rank has its
@@ -128,17 +128,17 @@ impl Shares {
     /// Those of [`new`](Self::new).
     pub(crate) fn in_steps<L: ListOfWants>(
         checkpoint: &Checkpoint,
-        party: Party<'_, L>,
+        wants: RankWants<'_, L>,
         divide: impl FnOnce(Vec<Cell>) -> Vec<Vec<Cell>>,
     ) -> Result<Shares> {
-        party.check()?;
-        let ranks_of = |list: usize| (0..).zip(party.of_rank).filter(move |r| *r.1 as usize == list).map(|r| r.0);
+        wants.check()?;
+        let ranks_of = |list: usize| (0..).zip(wants.of_rank).filter(move |r| *r.1 as usize == list).map(|r| r.0);
         let mut reading = Reading::new(checkpoint);
-        let lists = party.lists.iter().enumerate();
+        let lists = wants.lists.iter().enumerate();
         let lists = lists.map(|(number, list)| reading.list(&list.packed(), ranks_of(number).collect()));
         let lists = lists.collect::<Result<Vec<List>>>()?;
         let patterns = reading.patterns();
-        let alone = vec![0; party.of_rank.len()];
+        let alone = vec![0; wants.of_rank.len()];
         let mut dividing = Dividing {
             patterns: &patterns,
             lists: &lists,
@@ -151,7 +151,7 @@ impl Shares {
         };
         dividing.all_tensors(checkpoint)?;
         let Dividing { audiences, cells, alone, .. } = dividing;
-        let of_rank = party.of_rank.to_vec();
+        let of_rank = wants.of_rank.to_vec();
         let mut shares = Shares { parcels: Vec::new(), steps: Vec::new(), audiences, patterns, lists, of_rank };
         let (mut steps, nothing) = (divide(cells), vec![0; alone.len()]);
         let last = steps.pop().unwrap_or_default();
@@ -271,7 +271,7 @@ enum Portion {
     /// A rank wants so many bytes, which nobody else wants.
     Alone(u32, u64),
     /// An audience wants a range, which is counted from the first byte of the tensor.
-    Together(u32, Range<u64>),
+    Shared(u32, Range<u64>),
 }
 
 /// The division of a tensor into more parts than this is not kept for the next one that is like it.
@@ -390,7 +390,7 @@ impl Dividing<'_> {
                 number
             }
         };
-        Portion::Together(audience, range)
+        Portion::Shared(audience, range)
     }
 
     /// Gives a part of a tensor.
@@ -401,7 +401,7 @@ impl Dividing<'_> {
                 self.apart = self.cells.len();
                 return;
             }
-            Portion::Together(audience, Range { start, end }) => {
+            Portion::Shared(audience, Range { start, end }) => {
                 let begin = self.patterns.begin(tensor);
                 (audience, begin + start..begin + end)
             }

@@ -5,8 +5,8 @@
 
 use super::layout::{Layout, Target};
 use super::packed;
-use super::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
-use super::shares::{Party, Shares};
+use super::schedule::{FileTraits, Limits, RankShares, Schedule};
+use super::shares::{RankWants, Shares};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, Lane};
@@ -71,44 +71,44 @@ impl PlannedTraffic {
     /// # Errors
     /// Those of [`Shares::new`] and [`Schedule::check`]. `Invalid` if there is not one node for each rank, or a node has a number
     /// that so few ranks do not need.
-    pub fn new(checkpoint: &Checkpoint, party: Party<'_>, nodes: &[u32], scope: Scope) -> Result<PlannedTraffic> {
-        if nodes.len() != party.of_rank.len() {
-            let text = format!("nodes of {} ranks, and wants of {}", nodes.len(), party.of_rank.len());
+    pub fn new(checkpoint: &Checkpoint, wants: RankWants<'_>, nodes: &[u32], scope: Scope) -> Result<PlannedTraffic> {
+        if nodes.len() != wants.of_rank.len() {
+            let text = format!("nodes of {} ranks, and wants of {}", nodes.len(), wants.of_rank.len());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         if let Some(node) = nodes.iter().find(|node| **node as usize >= nodes.len()) {
             let text = format!("node {node} of {} ranks: nodes are counted from 0", nodes.len());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        party.check()?;
-        let packed: Vec<Vec<u8>> = party.lists.iter().map(|wants| packed::pack(wants)).collect();
+        wants.check()?;
+        let packed: Vec<Vec<u8>> = wants.lists.iter().map(|wants| packed::pack(wants)).collect();
         let nobodys = packed::pack(&[]);
         let groups: Vec<Vec<u32>> = match scope {
-            Scope::World => vec![(0..party.of_rank.len() as u32).collect()],
+            Scope::World => vec![(0..wants.of_rank.len() as u32).collect()],
             Scope::Node => (0..nodes.len() as u32)
                 .map(|here| (0..).zip(nodes).filter(|(_, node)| **node == here).map(|(rank, _)| rank).collect())
                 .collect(),
         };
         let mut found = PlannedTraffic {
-            ranks: vec![OfRank::default(); party.of_rank.len()],
+            ranks: vec![OfRank::default(); wants.of_rank.len()],
             nodes: vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)],
         };
         // What is wanted, and what one rank would read: the same for all ranks that have a list.
-        let mut of_lists: Vec<Option<(u64, (u64, u64))>> = vec![None; party.lists.len()];
+        let mut of_lists: Vec<Option<(u64, (u64, u64))>> = vec![None; wants.lists.len()];
         for members in groups.iter().filter(|members| !members.is_empty()) {
             // Those that are no members want nothing.
-            let mut used: Vec<u32> = members.iter().map(|rank| party.of_rank[*rank as usize]).collect();
+            let mut used: Vec<u32> = members.iter().map(|rank| wants.of_rank[*rank as usize]).collect();
             used.sort_unstable();
             used.dedup();
             let mut lists: Vec<&[u8]> = used.iter().map(|list| &packed[*list as usize][..]).collect();
             lists.push(&nobodys);
-            let mut of_rank = vec![used.len() as u32; party.of_rank.len()];
+            let mut of_rank = vec![used.len() as u32; wants.of_rank.len()];
             for &rank in members {
-                of_rank[rank as usize] = used.partition_point(|list| *list < party.of_rank[rank as usize]) as u32;
+                of_rank[rank as usize] = used.partition_point(|list| *list < wants.of_rank[rank as usize]) as u32;
             }
-            let shares = Shares::new(checkpoint, Party { lists: &lists, of_rank: &of_rank })?;
+            let shares = Shares::new(checkpoint, RankWants { lists: &lists, of_rank: &of_rank })?;
             for (number, list) in (0..).zip(&used) {
-                let wants = &party.lists[*list as usize];
+                let wants = &wants.lists[*list as usize];
                 let of_list: Vec<u32> = members.iter().copied().filter(|r| of_rank[*r as usize] == number).collect();
                 let one = (of_list.len() == 1).then_some(of_list[0]);
                 let known = &mut of_lists[*list as usize];
@@ -120,7 +120,7 @@ impl PlannedTraffic {
                     }
                     if let Some(rank) = one {
                         // What only this rank wants. What several ranks want is in parcels.
-                        let (bytes, reads) = reading.reads(Some(&OneOfRanks::new(&shares, rank)));
+                        let (bytes, reads) = reading.reads(Some(&RankShares::new(&shares, rank)));
                         found.ranks[rank as usize].read += bytes;
                         found.ranks[rank as usize].reads += reads;
                     }
@@ -236,8 +236,8 @@ impl<'a> Counting<'a> {
     }
 
     /// Bytes of the reads, and how many reads there are: of everything, or with `ranks` of what is in no parcel.
-    fn reads(&self, ranks: Option<&OneOfRanks<'_>>) -> (u64, u64) {
-        let schedule = Schedule::among(self.checkpoint, &self.layout, &self.files, &self.limits, ranks);
+    fn reads(&self, ranks: Option<&RankShares<'_>>) -> (u64, u64) {
+        let schedule = Schedule::of_rank(self.checkpoint, &self.layout, &self.files, &self.limits, ranks);
         let extents: Vec<&Extent> = schedule.extents.iter().filter(|e| e.shared.is_none()).collect();
         let bytes = |e: &&Extent| {
             let there = (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
@@ -282,8 +282,8 @@ mod tests {
     fn replicas_read_a_part_each_and_exchange_the_rest() {
         let (checkpoint, _folder) = checkpoint(&[("w", &[1024, 4096])]);
         let lists = [vec![Want::whole(0)]];
-        let party = Party { lists: &lists, of_rank: &[0; 4] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0, 1, 1], Scope::World).unwrap();
+        let wants = RankWants { lists: &lists, of_rank: &[0; 4] };
+        let found = PlannedTraffic::new(&checkpoint, wants, &[0, 0, 1, 1], Scope::World).unwrap();
         let rank = OfRank {
             wanted: 8 * MIB,
             read: 2 * MIB,
@@ -303,8 +303,8 @@ mod tests {
     fn within_nodes_each_node_reads_what_its_ranks_want() {
         let (checkpoint, _folder) = checkpoint(&[("w", &[1024, 4096])]);
         let lists = [vec![], vec![Want::whole(0)]];
-        let party = Party { lists: &lists, of_rank: &[1; 5] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 1, 1, 2, 0], Scope::Node).unwrap();
+        let wants = RankWants { lists: &lists, of_rank: &[1; 5] };
+        let found = PlannedTraffic::new(&checkpoint, wants, &[0, 1, 1, 2, 0], Scope::Node).unwrap();
         let alone = (8 * MIB, 2);
         let one_of_two =
             OfRank { wanted: 8 * MIB, read: 4 * MIB, reads: 4, parcels: 4, sent: 4 * MIB, received: 4 * MIB, alone };
@@ -320,8 +320,8 @@ mod tests {
         let (checkpoint, _folder) = checkpoint(&[("w", &[16 << 10, 512 << 10])]);
         let lists = [vec![Want::whole(0)]];
         let nodes: Vec<u32> = (0..1000).collect();
-        let party = Party { lists: &lists, of_rank: &[0; 1000] };
-        let found = PlannedTraffic::new(&checkpoint, party, &nodes, Scope::World).unwrap();
+        let wants = RankWants { lists: &lists, of_rank: &[0; 1000] };
+        let found = PlannedTraffic::new(&checkpoint, wants, &nodes, Scope::World).unwrap();
         let read: Vec<u64> = found.ranks.iter().map(|rank| rank.read).collect();
         let (least, most) = (read.iter().min().unwrap(), read.iter().max().unwrap());
         assert_eq!(read.iter().sum::<u64>(), 16 << 30);
@@ -336,8 +336,8 @@ mod tests {
         let (checkpoint, _folder) = checkpoint(&[("w", &[512, 4096])]);
         let columns = |from: u64| vec![Want::part(0, [0..512, from..from + 2048])];
         let lists = [columns(0), columns(2048)];
-        let party = Party { lists: &lists, of_rank: &[0, 1] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 1], Scope::World).unwrap();
+        let wants = RankWants { lists: &lists, of_rank: &[0, 1] };
+        let found = PlannedTraffic::new(&checkpoint, wants, &[0, 1], Scope::World).unwrap();
         for rank in &found.ranks {
             assert_eq!((rank.wanted, rank.read, rank.sent, rank.received), (2 * MIB, 2 * MIB, MIB, MIB));
             // From the first wanted byte to the last: one half row is missing.
@@ -350,8 +350,8 @@ mod tests {
     fn what_one_rank_wants_is_exchanged_with_nobody() {
         let (checkpoint, _folder) = checkpoint(&[("w", &[512, 4096]), ("v", &[512, 4096])]);
         let lists = [vec![Want::whole(0)], vec![Want::whole(1)]];
-        let party = Party { lists: &lists, of_rank: &[1, 0] };
-        let found = PlannedTraffic::new(&checkpoint, party, &[0, 0], Scope::World).unwrap();
+        let wants = RankWants { lists: &lists, of_rank: &[1, 0] };
+        let found = PlannedTraffic::new(&checkpoint, wants, &[0, 0], Scope::World).unwrap();
         let rank = OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: (4 * MIB, 1), ..OfRank::default() };
         assert_eq!(found.ranks, [rank; 2]);
         assert_eq!(found.nodes, [OfNode { read: 8 * MIB, alone: 8 * MIB, ..OfNode::default() }]);
@@ -370,9 +370,9 @@ mod tests {
         };
         let lists = [list(0), list(1), list(2)];
         let (of_rank, nodes) = ([0, 1, 2, 0, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2]);
-        let party = Party { lists: &lists, of_rank: &of_rank };
-        let found = PlannedTraffic::new(&checkpoint, party, &nodes, Scope::World).unwrap();
-        let shares = Shares::new(&checkpoint, party).unwrap();
+        let wants = RankWants { lists: &lists, of_rank: &of_rank };
+        let found = PlannedTraffic::new(&checkpoint, wants, &nodes, Scope::World).unwrap();
+        let shares = Shares::new(&checkpoint, wants).unwrap();
         let (mut sent, mut received) = ([0; 7], [0; 7]);
         let (mut out, mut within) = ([0; 3], [0; 3]);
         for parcel in shares.parcels() {

@@ -62,7 +62,7 @@ impl Storage {
 
     /// The same files for one of several ranks: what comes from a rank is named by its host.
     #[must_use]
-    pub(crate) fn among(mut self, hosts: &[String]) -> Storage {
+    pub(crate) fn with_ranks(mut self, hosts: &[String]) -> Storage {
         self.ranks = (0..).zip(hosts).map(|(rank, host)| format!("rank {rank} ({host})").into()).collect();
         self
     }

@@ -4,11 +4,11 @@
 use super::random::Rng;
 use crate::extent::{Declared, InCommon, Landing, TakesSlab};
 use crate::format::Checkpoint;
-use crate::load::among::rows;
+use crate::load::exchange::rows;
 use crate::options::{Options, Order, PAGE};
 use crate::plan::layout::{Layout, Target};
-use crate::plan::schedule::{FileTraits, Limits, OneOfRanks, Schedule};
-use crate::plan::shares::{Party, Shares, PARCEL};
+use crate::plan::schedule::{FileTraits, Limits, RankShares, Schedule};
+use crate::plan::shares::{RankWants, Shares, PARCEL};
 use crate::plan::want::Want;
 use crate::way::Way;
 use crate::{extent::Lane, plan::layout::BlockKind};
@@ -157,7 +157,7 @@ impl<'a> Case<'a> {
     pub(super) fn new(model: &'a Model, wanted: Wanted, ranks: u32, gpu: bool, late: bool) -> Case<'a> {
         let checkpoint = &model.checkpoint;
         let (lists, of_rank) = wanted.lists(checkpoint, ranks);
-        let shares = Arc::new(Shares::new(checkpoint, Party { lists: &lists, of_rank: &of_rank }).unwrap());
+        let shares = Arc::new(Shares::new(checkpoint, RankWants { lists: &lists, of_rank: &of_rank }).unwrap());
         let target = if gpu { Target::Gpu } else { Target::Cpu { misaligned: false } };
         let layout = |wants: &Vec<Want>| Arc::new(Layout::new(checkpoint, wants, &target, Order::File).unwrap());
         let layouts: Vec<Arc<Layout>> = lists.iter().map(layout).collect();
@@ -169,9 +169,9 @@ impl<'a> Case<'a> {
         let limits =
             Limits { extent: options.extent, gap: options.least_gap(), scatter, direct_in_place: true, window: None };
         let schedule = |rank: u32| {
-            let ranks = OneOfRanks::new(&shares, rank);
+            let ranks = RankShares::new(&shares, rank);
             let layout = &layouts[of_rank[rank as usize] as usize];
-            Arc::new(Schedule::among(checkpoint, layout, &files, &limits, Some(&ranks)))
+            Arc::new(Schedule::of_rank(checkpoint, layout, &files, &limits, Some(&ranks)))
         };
         let schedules: Vec<Arc<Schedule>> = (0..ranks).map(schedule).collect();
         Case { checkpoint, shares, of_rank, layouts, schedules }

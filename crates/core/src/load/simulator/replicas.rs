@@ -8,7 +8,7 @@ use super::case::{Case, Model, Wanted};
 use super::random::Pipe;
 use super::world::{Incident, Machines, Setting, Time, World, MS, PEER_TIMEOUT, SECOND};
 use crate::error::ErrorKind;
-use crate::plan::shares::{Party, Shares};
+use crate::plan::shares::{RankWants, Shares};
 use crate::plan::want::Want;
 
 const MIB: u64 = 1 << 20;
@@ -27,7 +27,7 @@ fn matrix(mib: u64) -> Model {
 fn replicas(model: &Model, machines: Machines, nodes: u32) -> (f64, u64) {
     let checkpoint = &model.checkpoint;
     let lists = [Want::all(checkpoint)];
-    let shares = Shares::new(checkpoint, Party { lists: &lists, of_rank: &vec![0; nodes as usize] }).unwrap();
+    let shares = Shares::new(checkpoint, RankWants { lists: &lists, of_rank: &vec![0; nodes as usize] }).unwrap();
     let mut storage = Pipe::new(machines.storage);
     let pipes = |rate: f64| vec![Pipe::new(rate); nodes as usize];
     let (mut ways, mut out, mut into) = (pipes(machines.node), pipes(machines.network), pipes(machines.network));

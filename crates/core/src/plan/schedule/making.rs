@@ -26,8 +26,8 @@ const SHORT_ROW: u64 = 256 * KIB;
 /// bring bytes long before their turn. In a stream a quarter of the window is enough for that.
 const JUMP: u64 = 16;
 
-/// One of several ranks that load a checkpoint together.
-pub struct OneOfRanks<'a> {
+/// The shares as one of several ranks loads them.
+pub struct RankShares<'a> {
     /// The reads of all ranks.
     pub shares: &'a Shares,
     /// The rank whose schedule it is.
@@ -36,7 +36,7 @@ pub struct OneOfRanks<'a> {
     pub(crate) sections: Vec<Section>,
 }
 
-impl<'a> OneOfRanks<'a> {
+impl<'a> RankShares<'a> {
     /// A rank that exchanges everything that is shared.
     pub fn new(shares: &'a Shares, rank: u32) -> Self {
         let sections = vec![Section::whole(shares.parcels().len() as u32)];
@@ -93,7 +93,7 @@ pub(super) struct Making<'a> {
     pub(super) carry: Vec<usize>,
     /// Pieces of the extent that is being built; `from` is counted from the start of the file.
     pub(super) scratch: Vec<Piece>,
-    pub(super) ranks: Option<&'a OneOfRanks<'a>>,
+    pub(super) ranks: Option<&'a RankShares<'a>>,
     /// Extents that were made.
     pub(super) made: u32,
     /// The destination is memory of the host, so a read can write to it.
@@ -129,7 +129,7 @@ impl Making<'_> {
         for wants in by_file.chunk_by(|a, b| layout.files[*a as usize] == layout.files[*b as usize]) {
             let file = layout.files[wants[0] as usize];
             // There are many sections, and most lie in few files.
-            let among = match (alone, self.ranks) {
+            let within = match (alone, self.ranks) {
                 (Alone::Inside(numbers), Some(ranks)) => match ranks.shares.parcels_of(file, numbers) {
                     [] => continue,
                     [only] => only.start..only.end,
@@ -139,7 +139,7 @@ impl Making<'_> {
             };
             let wanted = |want: u32| {
                 let runs = &layout.runs[want as usize];
-                runs.len > 0 && runs.start < among.end && runs.end() > among.start
+                runs.len > 0 && runs.start < within.end && runs.end() > within.start
             };
             mapped.clear();
             read.clear();

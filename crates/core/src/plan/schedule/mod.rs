@@ -17,7 +17,7 @@ mod rules;
 
 pub use self::limits::{FileTraits, Limits};
 use self::making::Making;
-pub use self::making::OneOfRanks;
+pub use self::making::RankShares;
 pub(crate) use self::making::{Alone, Section};
 pub use self::ordered::{Schedule, Totals};
 use super::layout::{BlockKind, Layout};
@@ -62,18 +62,18 @@ impl Schedule {
     /// in the block. The sum of those moves, each less than [`GPU_ALIGN`], plus `len` is at most `limits.extent`. A
     /// single page is the exception.
     pub fn new(checkpoint: &Checkpoint, layout: &Layout, files: &[FileTraits], limits: &Limits) -> Schedule {
-        Self::among(checkpoint, layout, files, limits, None)
+        Self::of_rank(checkpoint, layout, files, limits, None)
     }
 
     /// The same, with `ranks` for one rank of several. What several want are parcels, which are extents of their own, in
     /// slabs. Those that this rank reads stand in the order with the rest. Those that others read come first of their
     /// section, in the lane of ranks.
-    pub fn among(
+    pub fn of_rank(
         checkpoint: &Checkpoint,
         layout: &Layout,
         files: &[FileTraits],
         limits: &Limits,
-        ranks: Option<&OneOfRanks<'_>>,
+        ranks: Option<&RankShares<'_>>,
     ) -> Schedule {
         let count = layout.runs.len();
         let by_file = layout.by_file();

@@ -1,6 +1,6 @@
 //! The extents of what several ranks want: parcels that this rank reads and sends, and those that it receives.
 
-use super::making::{Making, OneOfRanks};
+use super::making::{Making, RankShares};
 use super::pieces::push;
 use super::rules::Rules;
 use crate::extent::{Extent, InCommon, Landing, Lane, Piece};
@@ -10,7 +10,7 @@ use std::ops::Range;
 impl Making<'_> {
     /// Adds the parcels of these numbers that this rank reads (`own`), or those that other ranks send it.
     pub(super) fn parcels(&mut self, numbers: Range<u32>, own: bool) {
-        let Some(OneOfRanks { shares, rank, .. }) = self.ranks else { return };
+        let Some(RankShares { shares, rank, .. }) = self.ranks else { return };
         let (checkpoint, rank) = (self.checkpoint, *rank);
         for number in numbers {
             let parcel = &shares.parcels()[number as usize];

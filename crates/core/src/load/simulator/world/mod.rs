@@ -7,7 +7,7 @@ use crate::engine::mutated::{Engine, Mutant};
 use crate::engine::{Action, Bounds, Event, Slabs};
 use crate::error::{Error, ErrorKind};
 use crate::extent::{InCommon, Landing, Ticket};
-use crate::load::among::rows;
+use crate::load::exchange::rows;
 use crate::peers::watch::mutated::{Lapse, PeerWatch};
 use crate::peers::watch::Heard;
 use std::cell::Cell;

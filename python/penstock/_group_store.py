@@ -6,13 +6,23 @@ if the host is gone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from ._errors import PeerError, StalledError
-from ._patience import patiently
+from ._patience import asking, patiently
 
 T = TypeVar("T")
+
+#: Seconds between two questions for keys that are not there yet: the fewest, and the most. The store's own `wait` hears
+#: no signal, and the one of torch writes two warnings to the log whenever its limit passes.
+_PAUSES = (0.0005, 0.1)
+#: A pause is this part of the time that was waited already, and of the limit of an answer at most.
+_PART = 0.1
+#: Seconds between two questions for the other key: each holds up ranks that still copy on the same processors
+#: (docs/performance-notes.md, 27 November).
+_NEWS = 0.02
 
 
 class Store(Protocol):
@@ -24,7 +34,7 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-class Rendezvous:
+class RendezvousStore:
     """A store whose calls give an answer, or raise `PeerError`.
 
     Attributes:
@@ -56,6 +66,30 @@ class Rendezvous:
 
     def check(self, keys: list[str]) -> bool:
         return self.ask(lambda: self.store.check(keys))
+
+    def wait(self, keys: list[str], unless: str | None, begun: float, seconds: float) -> bool:
+        """Waits so many seconds for keys, or until the key ``unless`` is there. Whether all of them are.
+
+        One thread asks, and sleeps: to wake another one for each question takes more processor time than the question.
+
+        Args:
+            begun: The time when the caller began to wait: the longer ago, the longer are the pauses.
+        """
+
+        def ask() -> bool:
+            end, asked = time.monotonic() + seconds, begun
+            while (now := time.monotonic()) < end:
+                asking("")
+                if self.store.check(keys):
+                    return True
+                if unless is not None and now - asked >= _NEWS:
+                    asked = now
+                    if self.store.check([unless]):
+                        return False
+                time.sleep(min(max((now - begun) * _PART, _PAUSES[0]), _PAUSES[1], self.limit * _PART))
+            return False
+
+        return self.ask(ask)
 
     def delete(self, keys: list[str]) -> None:
         """Deletes what is there of these, if the store can."""

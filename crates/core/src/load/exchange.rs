@@ -1,19 +1,19 @@
-//! A load among those of other ranks: what it receives from them, and what it sends them.
+//! The exchange of a load with those of other ranks: what it receives from them, and what it sends them.
 
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{InCommon, Landing, Lane, Ticket};
 use crate::format::Checkpoint;
-use crate::peers::{Peers, RowsToSend};
-use crate::plan::request::{Request, Together};
+use crate::peers::{Mesh, Peers, RowsToSend};
+use crate::plan::request::Request;
 use crate::plan::schedule::Schedule;
 use crate::plan::shares::{DensePart, Shares};
 use crate::source::LaneSource;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// One rank of several.
-pub(super) struct Among {
+/// The exchange of one rank with the others.
+pub(super) struct RankExchange {
     pub(super) rank: u32,
     pub(super) hosts: Vec<String>,
     /// How many ranks exchange something.
@@ -30,9 +30,8 @@ pub(super) struct Received {
     pub(super) in_slabs: bool,
 }
 
-impl Among {
-    pub(super) fn new(together: Together, request: &Request) -> Result<Among> {
-        let Together { shares, mesh } = together;
+impl RankExchange {
+    pub(super) fn new((shares, mesh): (Arc<Shares>, Mesh), request: &Request) -> Result<RankExchange> {
         if request.stream {
             let text = "ranks that load together take everything at once: a stream of one could stop all others";
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -48,7 +47,7 @@ impl Among {
             (nbytes, Box::new(rows))
         };
         let peers = Peers::start(mesh, Box::new(rows), request.options.peer_timeout, request.options.join_timeout)?;
-        Ok(Among { rank, hosts, members, shares, peers })
+        Ok(RankExchange { rank, hosts, members, shares, peers })
     }
 
     /// How many of the ranks are on this one's machine, itself included.
