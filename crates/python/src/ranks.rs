@@ -94,13 +94,15 @@ impl<T: Send> Owned<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Does something with the value.
-    fn with<R>(&self, work: impl FnOnce(&mut T) -> PyResult<R>) -> PyResult<R> {
-        self.lock().as_mut().map_or_else(|| Err(invalid(self.1)), work)
+    /// Does something with the value that runs no Python code. Errors are made without the lock: that does.
+    fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> PyResult<R> {
+        let done = self.lock().as_mut().map(work);
+        done.ok_or_else(|| invalid(self.1))
     }
 
     fn take(&self) -> PyResult<T> {
-        self.lock().take().ok_or_else(|| invalid(self.1))
+        let taken = self.lock().take();
+        taken.ok_or_else(|| invalid(self.1))
     }
 
     /// Takes the value, if it is there, and ends it. Releases the GIL, because that joins threads.
@@ -139,13 +141,13 @@ impl Seat {
     /// The port.
     #[getter]
     fn port<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || self.0.with(|seat| seat.address().map(|address| address.port()).map_err(|e| raise(py, &e))))
+        answer(py, || self.0.with(|seat| seat.address())?.map(|address| address.port()).map_err(|e| raise(py, &e)))
     }
 
     /// The port at which others ask whether this rank is there.
     #[getter]
     fn pulse<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || self.0.with(|seat| Ok(seat.pulse().port())))
+        answer(py, || self.0.with(|seat| seat.pulse().port()))
     }
 
     /// Watches the other ranks from now on: (host, port, token) of what answers there. `silence`: seconds without an answer.
@@ -153,10 +155,7 @@ impl Seat {
         answer(py, || {
             let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
             let silence = Duration::try_from_secs_f64(silence).unwrap_or_default();
-            self.0.with(|seat| {
-                seat.watch(&pulses, silence);
-                Ok(())
-            })
+            self.0.with(|seat| seat.watch(&pulses, silence))
         })
     }
 
@@ -249,7 +248,7 @@ impl Lookout {
     /// The port at which it answers.
     #[getter]
     fn pulse<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || self.0.with(|lookout| Ok(lookout.address().port())))
+        answer(py, || self.0.with(|lookout| lookout.address().port()))
     }
 
     /// Watches the other ranks from now on: (host, port, token) of what answers there. `silence`: seconds without an answer.
@@ -257,7 +256,7 @@ impl Lookout {
         answer(py, || {
             let pulses = pulses.0.iter().map(asked).collect::<PyResult<Vec<_>>>()?;
             let silence = Duration::try_from_secs_f64(silence).unwrap_or_default();
-            self.0.with(|lookout| lookout.watch(&pulses, silence).map_err(|e| raise(py, &e)))
+            self.0.with(|lookout| lookout.watch(&pulses, silence))?.map_err(|e| raise(py, &e))
         })
     }
 
@@ -293,7 +292,7 @@ impl Standing {
     /// The port.
     #[getter]
     fn port<'py>(&self, py: Python<'py>) -> Answer<'py, u16> {
-        answer(py, || self.0.with(|standing| Ok(standing.address().port())))
+        answer(py, || self.0.with(|standing| standing.address().port()))
     }
 
     /// Connects to all others: (host, port) of all ranks, (host, port, token) of what says whether they are there, and 16 bytes

@@ -103,6 +103,8 @@ pub(super) struct Touch {
     worth: Duration,
     /// This process: asked once, since each question is a system call.
     process: libc::pid_t,
+    /// `page_timing=False`: no page is timed.
+    is_off: bool,
     /// By the kernel, or by `page_timing`: no page is touched any more.
     refused: AtomicBool,
     page_size: Mutex<PageSize>,
@@ -183,9 +185,10 @@ impl Touch {
     pub(super) fn worth(worth: Duration, page_timing: Option<bool>) -> Touch {
         // SAFETY: it only asks.
         let process = unsafe { libc::getpid() };
-        let refused = AtomicBool::new(page_timing == Some(false));
+        let is_off = page_timing == Some(false);
+        let refused = AtomicBool::new(is_off);
         let page_size = Mutex::new(PageSize::at_first(page_timing.unwrap_or_else(is_virtual_machine)));
-        Touch { worth, process, refused, page_size, pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
+        Touch { worth, process, is_off, refused, page_size, pages: AtomicU64::new(0), calls: AtomicU64::new(0) }
     }
 
     /// Touches populated pages, from the address of the first to the end of the last, if that is worth it. `huge_pages`:
@@ -248,7 +251,7 @@ impl Touch {
             left: bytes,
             left_seconds: match bytes {
                 0 => Some(0.0),
-                _ if self.refused.load(Ordering::Relaxed) => None,
+                _ if self.is_off => None,
                 _ => cost(self.process, left, bytes),
             },
             pages: self.pages.swap(0, Ordering::Relaxed),

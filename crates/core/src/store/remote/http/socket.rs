@@ -1,6 +1,6 @@
 //! Sockets that never block.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd};
 
@@ -87,5 +87,58 @@ pub(super) unsafe fn receive(socket: &TcpStream, places: &mut [libc::iovec]) -> 
         if e.kind() != io::ErrorKind::Interrupted {
             return Err(e);
         }
+    }
+}
+
+/// Sends without a signal where the connection is gone. Many buffers at once would go out by `writev`, which raises SIGPIPE.
+pub(super) struct WithoutSignal<'s>(pub(super) &'s TcpStream);
+
+impl Write for WithoutSignal<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::IoSlice;
+    use std::net::TcpListener;
+
+    /// Whether SIGPIPE waits for this thread, which lets it wait from now on.
+    fn is_signalled() -> bool {
+        // SAFETY: plain system calls on sets of our own.
+        unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&raw mut set);
+            libc::sigaddset(&raw mut set, libc::SIGPIPE);
+            libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+            libc::sigpending(&raw mut set);
+            libc::sigismember(&raw const set, libc::SIGPIPE) == 1
+        }
+    }
+
+    #[test]
+    fn what_is_sent_to_a_connection_that_is_gone_is_an_error_and_no_signal() {
+        assert!(!is_signalled());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        drop(listener.accept().unwrap());
+        let parts = [IoSlice::new(b"one"), IoSlice::new(b"two")];
+        // The first bytes are answered with a reset; the error after that is a broken pipe.
+        let errors = std::iter::from_fn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            Some(WithoutSignal(&socket).write_vectored(&parts).err())
+        });
+        let seen: Vec<_> = errors.flatten().take(2).map(|e| e.kind()).collect();
+        assert!(seen.contains(&io::ErrorKind::BrokenPipe), "{seen:?}");
+        assert!(!is_signalled());
+        // A signal would have been seen.
+        assert_eq!((&socket).write_vectored(&parts).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        assert!(is_signalled());
     }
 }
