@@ -177,7 +177,7 @@ impl Encrypted {
     /// Sends what TLS has to say, as far as it goes.
     fn send(&mut self, socket: &mut TcpStream) -> io::Result<()> {
         while self.connection.wants_write() {
-            if let Err(e) = self.connection.write_tls(&mut WithoutSignal(socket)) {
+            if let Err(e) = self.connection.write_tls(&mut WithoutSignal(&mut *socket)) {
                 return if e.kind() == io::ErrorKind::WouldBlock { Ok(()) } else { Err(e) };
             }
         }
@@ -224,7 +224,7 @@ impl Encrypted {
         self.from += taken;
         let processed = self.connection.process_new_packets();
         // The handshake answers, and so does an alert.
-        while self.connection.wants_write() && self.connection.write_tls(&mut WithoutSignal(socket)).is_ok() {}
+        while self.connection.wants_write() && self.connection.write_tls(&mut WithoutSignal(&mut *socket)).is_ok() {}
         processed.map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
         Ok(true)
     }

@@ -8,6 +8,7 @@ use super::proxy::Via;
 use super::racing;
 use super::refusal::refused;
 use super::request::Get;
+use super::socket::WithoutSignal;
 use super::tunnel;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::watch::stall;
@@ -176,7 +177,7 @@ impl Control {
             let (config, name) = common.tls.for_host(&common.settings, &server.host).map_err(refuse)?;
             let connection = ClientConnection::new(config, name).map_err(io::Error::other)?;
             timed.set_read_timeout(Some(left(until)?))?;
-            Box::new(StreamOwned::new(connection, socket))
+            Box::new(StreamOwned::new(connection, WithoutSignal(socket)))
         } else {
             Box::new(socket)
         };

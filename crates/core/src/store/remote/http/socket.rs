@@ -1,6 +1,6 @@
 //! Sockets that never block.
 
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, FromRawFd};
 
@@ -91,15 +91,21 @@ pub(super) unsafe fn receive(socket: &TcpStream, places: &mut [libc::iovec]) -> 
 }
 
 /// Sends without a signal where the connection is gone. Many buffers at once would go out by `writev`, which raises SIGPIPE.
-pub(super) struct WithoutSignal<'s>(pub(super) &'s TcpStream);
+pub(super) struct WithoutSignal<S>(pub(super) S);
 
-impl Write for WithoutSignal<'_> {
+impl<S: Read> Read for WithoutSignal<S> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.0.read(into)
+    }
+}
+
+impl<S: Write> Write for WithoutSignal<S> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+        self.0.flush()
     }
 }
 
