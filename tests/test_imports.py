@@ -175,6 +175,7 @@ NAMES_FILES = {
     "memory.rs": "maps a descriptor that a store gives",
     "wake.rs": "eventfds",
     "wake/model.rs": "eventfds",
+    "load/transport.rs": "waits for eventfds",
     "load/shared.rs": "eventfds",
     "staging.rs": "waits for eventfds",
     "device/mod.rs": "eventfds",
