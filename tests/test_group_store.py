@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from penstock._group_store import RendezvousStore
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Tensor
 from ranks_together import Ranks
@@ -74,3 +77,66 @@ def test_what_is_over_on_all_ranks_leaves_no_keys(together: Callable[..., Ranks]
         said = ranks.said(0)
     for what, (first, *others) in said["left"].items():
         assert others == [first] * 2, (what, first, others)
+
+
+class SlowStore:
+    """A store that takes its time for each answer, and counts the questions."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.asked = seconds, list[str]()
+
+    def answer(self, what: str) -> None:
+        self.asked.append(what)
+        time.sleep(self.seconds)
+
+    def set(self, key: str, value: Any) -> None:
+        self.answer("set")
+
+    def get(self, key: str) -> bytes:
+        self.answer("get")
+        return key.encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self.answer("add")
+        return amount
+
+    def check(self, keys: list[str]) -> bool:
+        self.answer("check")
+        return keys != ["failed"] and len(self.asked) > 4
+
+    def delete_key(self, key: str) -> bool:
+        self.answer("delete")
+        return True
+
+
+class ExtendedStore(SlowStore):
+    """One that gives several values at once."""
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.answer("multi_get")
+        return [key.encode() for key in keys]
+
+
+def test_each_answer_of_a_store_has_the_whole_limit():
+    seconds, limit = 0.3, 1.0  # four answers take longer
+    keys = ["a", "b", "c", "d"]
+    for store in (SlowStore(seconds), ExtendedStore(seconds)):
+        patient = RendezvousStore(store, limit)
+        assert patient.get_all(keys, 1) == [b"a", b"b", b"c", b"d"]
+        patient.delete(keys)
+        assert len(store.asked) == 8
+    store = SlowStore(seconds)
+    assert RendezvousStore(store, limit).wait(keys, "failed", time.monotonic() - 1, 60)
+
+
+def test_values_come_in_as_few_questions_as_may_be():
+    store = ExtendedStore(0)
+    patient = RendezvousStore(store, 60)
+    assert patient.get_all([]) == [] and patient.delete([]) is None
+    assert store.asked == []
+    keys = [str(number) for number in range(9)]
+    assert patient.get_all(keys, 4) == [key.encode() for key in keys]
+    assert store.asked == ["multi_get"] * 3

@@ -112,3 +112,27 @@ def test_a_fork_finds_no_thread_and_the_child_asks():
     assert threads() == []
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert patiently(lambda: 7, 5.0) == 7
+
+
+def test_a_stop_of_the_whole_process_is_no_silence(monkeypatch: pytest.MonkeyPatch):
+    """The thread that asks was stopped too, and could not ask."""
+    clock, begun = time.monotonic, time.monotonic()
+
+    class Jumps:
+        def monotonic(self) -> float:
+            return clock() + (100.0 if clock() - begun > 0.2 else 0.0)
+
+    def work() -> str:
+        asking("")
+        time.sleep(0.4)
+        return "answered"
+
+    monkeypatch.setattr(_patience, "time", Jumps())
+    limit = 2 * ordeal.load_factor()
+    assert patiently(work, limit) == "answered"
+    monkeypatch.undo()
+    begun = clock()
+    with pytest.raises(penstock.StalledError):
+        patiently(lambda: time.sleep(1), 0.2)
+    assert clock() - begun < 0.9 * ordeal.load_factor()
+    until(lambda: not threads())

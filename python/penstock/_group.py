@@ -30,7 +30,7 @@ from ._request import Agreement
 from ._selection import Selection
 
 #: The version of the ranks' protocol. Ranks of different versions must not load together.
-_PROTOCOL = 5
+_PROTOCOL = 6
 #: Seconds between two looks at the other ranks themselves, while this one waits for them.
 _LOOK = 0.05
 #: Names that an error lists.
@@ -44,6 +44,8 @@ _JOINED: WeakKeyDictionary[Store, dict[int, list[Watch]]] = WeakKeyDictionary()
 _KEPT = 8
 #: Bytes of wants that a rank sets without asking whether another one has set the same.
 _FEW = 4096
+#: Lists of wants in one question: a list may be large, and each answer has a limit of time.
+_WANTS_AT_ONCE = 4
 
 
 class _Entry(NamedTuple):
@@ -243,7 +245,7 @@ class Rendezvous:
         members = [rank for rank, entry in enumerate(entries) if not within or entry.machine == mine.machine]
         lists = sorted({entries[rank].wants for rank in members})
         others = [key for key in lists if key != wanted]
-        found = dict(zip(others, store.get_all([self._prefix + key for key in others]), strict=True))
+        found = dict(zip(others, store.get_all([self._prefix + key for key in others], _WANTS_AT_ONCE), strict=True))
         packed = [zlib.decompress(found.get(key, wants)) for key in lists]
         of_rank = [lists.index(entries[rank].wants) if rank in members else len(lists) for rank in range(self._size)]
         if within:
@@ -311,10 +313,11 @@ class Rendezvous:
 
     def _part(self, deadline: float) -> None:
         """Waits until all ranks have read what they need in the store: it may be in one of their processes."""
-        if self._rank == 0:
-            self._made += [self._prefix + "read", self._prefix + "parted"]  # whoever sets them
         try:
-            if self._store.add(self._prefix + "read", 1) == self._size:
+            count = self._store.add(self._prefix + "read", 1)
+            if count == 1:
+                self._made += [self._prefix + "read", self._prefix + "parted"]  # whoever sets the latter
+            if count == self._size:
                 self._store.set(self._prefix + "parted", "")
             else:
                 now = time.monotonic()
@@ -397,8 +400,9 @@ class Rendezvous:
     def _forget(self, loads: list[list[str]]) -> None:
         """Deletes keys that this rank has left in the store."""
         old = [key for keys in loads for key in keys]
+        left = self._member.left
+        left[:] = [keys for keys in left if not any(keys is one for one in loads)]
         for keys in loads:
-            self._member.left.remove(keys)
             keys.clear()
         with suppress(PenstockError):  # not every store can
             self._store.delete(old)

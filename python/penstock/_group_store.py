@@ -54,12 +54,23 @@ class RendezvousStore:
     def get(self, key: str) -> bytes:
         return self.ask(lambda: self.store.get(key))
 
-    def get_all(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are there: in one question, if the store takes that."""
+    def get_all(self, keys: list[str], at_once: int = 64) -> list[bytes]:
+        """The values of keys that are there: so many in one question, if the store takes that."""
+        if not keys:
+            return []
         extended = getattr(self.store, "has_extended_api", None)
-        if extended is not None and extended():
-            return self.ask(lambda: list(self.store.multi_get(keys)))  # type: ignore[attr-defined]
-        return self.ask(lambda: [self.store.get(key) for key in keys])
+        together = extended is not None and extended()
+        step = at_once if together else 1
+
+        def ask() -> list[bytes]:
+            found: list[bytes] = []
+            for at in range(0, len(keys), step):
+                asking("")
+                part = keys[at : at + step]
+                found += self.store.multi_get(part) if together else [self.store.get(part[0])]  # type: ignore[attr-defined]
+            return found
+
+        return self.ask(ask)
 
     def add(self, key: str, amount: int) -> int:
         return self.ask(lambda: self.store.add(key, amount))
@@ -84,6 +95,7 @@ class RendezvousStore:
                     return True
                 if unless is not None and now - asked >= _NEWS:
                     asked = now
+                    asking("")
                     if self.store.check([unless]):
                         return False
                 time.sleep(min(max((now - begun) * _PART, _PAUSES[0]), _PAUSES[1], self.limit * _PART))
@@ -94,8 +106,15 @@ class RendezvousStore:
     def delete(self, keys: list[str]) -> None:
         """Deletes what is there of these, if the store can."""
         delete = getattr(self.store, "delete_key", None)
-        if delete is not None:
-            self.ask(lambda: [delete(key) for key in keys])
+        if delete is None or not keys:
+            return
+
+        def ask() -> None:
+            for key in keys:
+                asking("")
+                delete(key)
+
+        self.ask(ask)
 
     def ask(self, question: Callable[[], T], says: str = "is gone") -> T:
         """The answer, or the error that says what is the matter with the store."""

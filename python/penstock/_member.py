@@ -107,7 +107,8 @@ def new_group(group: Any) -> Member:
     of = member_of(group)
     number = of.number(RendezvousStore(of.store, Options().peer_timeout), "corners") if of.size > 1 else 0
     made = Member(of.store, of.rank, of.size, f"{of.prefix}penstock/corner/{number}/" if number else "")
-    of._groups.append(made)
+    if of.prefix:
+        of._groups.append(made)
     return made
 
 

@@ -164,13 +164,16 @@ def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | No
             thread.start()
         except RuntimeError as error:
             raise LimitError(f"cannot start the thread that opens the files: {error}", path=path) from error
-    before, moved = 0, time.monotonic()
+    before, waited, looked = 0, 0.0, time.monotonic()
     try:
         while not over.wait(min(LOOK, stall)):
             now = time.monotonic()
+            # If this process was stopped, the thread that asks was too
+            waited += min(now - looked, stall / 2)
+            looked = now
             if asked.questions != before:
-                before, moved = asked.questions, now
-            elif now - moved >= stall:
+                before, waited = asked.questions, 0.0
+            elif waited >= stall:
                 raise stalled(stall, asked.path)
     finally:
         asked.left.set()
