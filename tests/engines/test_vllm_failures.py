@@ -380,7 +380,8 @@ def test_a_vllm_that_does_not_call_what_it_used_to_loads_its_own_way_with_a_warn
     loader, mine = created(config)
     with caplog.at_level(logging.WARNING, "penstock"):
         load(loader, mine, config)
-    said = [one.getMessage() for one in caplog.records if one.name == "penstock"]
+    # A record that vLLM's logger gets too is one: pytest 9.2 listens there
+    said = [one.getMessage() for one in dict.fromkeys(caplog.records) if one.name == "penstock"]
     assert len(said) == 1 and said[0].startswith("penstock: loading as vLLM does: "), said
     assert [f["reason"] for f in loader.reports[0]["fallbacks"]] == loader.fallbacks != []
     config = configured({"model": str(model)})
