@@ -51,6 +51,10 @@ def test_every_doc_comment_of_rust_is_one_text(tmp_path: Path):
         /// A field.
         ///
         /// What it holds.
+        ///
+        /// # Errors
+        /// Those of it.
+        /// What a second line says.
         //! Those
     """)
     )
@@ -58,7 +62,8 @@ def test_every_doc_comment_of_rust_is_one_text(tmp_path: Path):
         (1, "What it is for."),
         (4, "Who calls."),
         (10, "A field."),
-        (13, "Those"),
+        (16, "Those of it."),
+        (18, "Those"),
     ]
 
 

@@ -48,14 +48,16 @@ class Text(NamedTuple):
 
 
 def rust_texts(path: Path) -> Iterator[Text]:
-    """The doc comments of a Rust file. Lines of the same kind that follow each other are one text."""
+    """The doc comments of a Rust file. Lines of the same kind that follow each other are one text; a section of it, which
+    a heading such as `# Errors` begins, is another."""
     before = ""
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         found = _RUST.match(line)
         kind = found[1] if found else ""
         if found and kind != before:
             yield Text(path, number, found[2].strip())
-        before = kind
+        # The text below a heading is one of its own
+        before = "" if found and found[2].startswith("# ") else kind
 
 
 def python_texts(path: Path) -> Iterator[Text]:

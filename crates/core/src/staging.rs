@@ -198,7 +198,7 @@ impl RingState {
         self.shares.iter_mut().find(|m| m.id == id)
     }
 
-    /// Whether one more slab of `len` bytes may be mapped under a limit.
+    /// True if the limit leaves room for one more slab of `len` bytes, or there would be none at all.
     fn has_room(&self, len: u64, limit: u64) -> bool {
         // Slabs on their way in or out count too: each notifies when it is there or gone.
         let Staging { mapped, quarantined, .. } = self.staging;
@@ -423,8 +423,8 @@ pub struct Share {
     pinned: Option<Pinned>,
 }
 
-/// Whether a registered slab of `len` bytes serves a load of slabs of `slab` bytes: it may be larger, if two of them fit the
-/// limit.
+/// True if a load with slabs of `slab` bytes can use a registered slab of `len` bytes: one of that size, or a larger one if two
+/// of them fit the limit.
 fn serves(len: u64, slab: u64, limit: u64) -> bool {
     len == slab || (len > slab && 2 * len <= limit)
 }

@@ -60,7 +60,7 @@ impl ShardFile {
     /// The steps and times of a request to the store for it, `times` times at most. Blocks.
     ///
     /// # Errors
-    /// Those of [`Store::look`], and `Unsupported` for a file of this machine.
+    /// The errors of [`Store::look`], and `Unsupported` for a file of this machine.
     pub fn look(&self, times: usize) -> Result<Look> {
         self.store.look(&self.location, times).map_err(|e| e.at(&self.spelled))
     }
@@ -68,7 +68,7 @@ impl ShardFile {
     /// Its header once more: all bytes before its tensors, of the version that was opened. Blocks.
     ///
     /// # Errors
-    /// Those of [`Store::read`].
+    /// The errors of [`Store::read`].
     pub fn header_bytes(&self) -> Result<Vec<u8>> {
         self.store.read(&self.object(), 0..self.data_start)
     }
@@ -190,7 +190,7 @@ impl Checkpoint {
     /// bytes are the same. Two training steps of one model differ in it. Blocks.
     ///
     /// # Errors
-    /// What the file system says.
+    /// Errors of the file system.
     pub fn samples(&self) -> Result<Vec<u64>> {
         samples(self.files.iter().map(|f| (&*f.store, f.object(), f.data_start)))
     }

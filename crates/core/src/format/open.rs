@@ -45,7 +45,7 @@ impl Checkpoint {
     /// Addresses are opened, and later loaded, from `stores`. `asked` says what is meant of a folder.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open), `Cancelled` and `Timeout`. `Invalid` for a variant of what is no folder.
+    /// The errors of [`open`](Self::open), `Cancelled` and `Timeout`. `Invalid` for a variant where the place is no folder.
     pub fn open_cancellable<P: AsRef<OsStr>>(
         sources: &[P],
         asked: &FolderRequest,

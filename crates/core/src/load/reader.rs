@@ -87,7 +87,7 @@ impl Reader {
     /// Whether file number `file` is on a file system that answers late. Opens it at first.
     ///
     /// # Errors
-    /// Those of opening; `Timeout`; `Cancelled` if `go_on` says no.
+    /// The errors of opening; `Timeout`; `Cancelled` if `go_on` says no.
     pub fn is_distant(&self, file: u32, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
         match self.usable() {
             Some(open) => {
@@ -104,7 +104,7 @@ impl Reader {
     /// The bytes of `want`; `None` if this is for a load.
     ///
     /// # Errors
-    /// Those of reading, `Changed` if the file is no longer the one that was opened, `Timeout`, and `Cancelled` if `go_on`
+    /// The errors of reading, `Changed` if the file is no longer the one that was opened, `Timeout`, and `Cancelled` if `go_on`
     /// says no.
     pub fn read(&self, want: &Want, go_on: &mut (dyn FnMut() -> bool + Send)) -> Result<Option<View>> {
         let Some(open) = self.usable() else { return Ok(None) };

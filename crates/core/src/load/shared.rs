@@ -189,7 +189,7 @@ pub(super) struct OwnerLink {
 }
 
 impl OwnerLink {
-    /// Whether the owner has said, in a message that nobody has read yet, that the load is to end.
+    /// True if an unread message of the owner ends the load.
     pub(super) fn cancels(&self) -> bool {
         self.shared.lock().messages.iter().any(|message| matches!(message, Message::Cancel))
     }

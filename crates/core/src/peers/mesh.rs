@@ -78,7 +78,7 @@ impl Seat {
     /// The address at which it listens.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// Errors of the kernel.
     pub fn address(&self) -> Result<SocketAddr> {
         address_of(&self.listener)
     }

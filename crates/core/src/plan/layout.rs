@@ -114,7 +114,7 @@ impl Layout {
     /// file. [`Order::Asked`] is the order of the wants; what is near in it and in the file is read together.
     ///
     /// # Errors
-    /// Those of [`Runs::of`]. `Limit` for more than 2^32 - 2 wants, for blocks that together have more bytes than an
+    /// The errors of [`Runs::of`]. `Limit` for more than 2^32 - 2 wants, for blocks that together have more bytes than an
     /// address space (a sparse file may be that large, and wanted many times).
     pub fn new(checkpoint: &Checkpoint, wants: &[Want], target: &Target, order: Order) -> Result<Layout> {
         if wants.len() >= NONE as usize {

@@ -114,7 +114,7 @@ impl<'a> Reading<'a> {
     /// Reads a list.
     ///
     /// # Errors
-    /// Those of [`Runs::of`] and of [`packed::unpack`].
+    /// The errors of [`Runs::of`] and of [`packed::unpack`].
     pub(super) fn list(&mut self, packed: &[u8], ranks: Box<[u32]>) -> Result<List> {
         let mut wants: Vec<(u32, u32)> = Vec::new();
         // Many tensors after each other are cut alike.

@@ -148,7 +148,7 @@ impl Planned {
 /// systems.
 ///
 /// # Errors
-/// Those of [`Layout::new`], and what the file systems say.
+/// The errors of [`Layout::new`], and those of the file systems.
 pub fn is_resident(checkpoint: &Checkpoint, wants: &[Want]) -> Result<bool> {
     let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
     let survey = Survey::new(checkpoint, wants, &layout, &checkpoint.storage()?)?;

@@ -115,7 +115,7 @@ impl Shares {
     /// Divides what the ranks want.
     ///
     /// # Errors
-    /// Those of [`Runs::of`]. `Limit` for slices that leave so many holes in one tensor that they would be 2^20 ranges.
+    /// The errors of [`Runs::of`]. `Limit` for slices that leave so many holes in one tensor that they would be 2^20 ranges.
     /// `Invalid` if a rank's list does not exist.
     pub fn new<L: ListOfWants>(checkpoint: &Checkpoint, wants: RankWants<'_, L>) -> Result<Shares> {
         Self::in_steps(checkpoint, wants, |cells| vec![cells])
@@ -125,7 +125,7 @@ impl Shares {
     /// part in each step. In the last one a rank reads less for others if it reads more for itself alone.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub(crate) fn in_steps<L: ListOfWants>(
         checkpoint: &Checkpoint,
         wants: RankWants<'_, L>,

@@ -69,7 +69,7 @@ impl PlannedTraffic {
     /// other.
     ///
     /// # Errors
-    /// Those of [`Shares::new`] and [`Schedule::check`]. `Invalid` if there is not one node for each rank, or a node has a number
+    /// The errors of [`Shares::new`] and [`Schedule::check`]. `Invalid` if there is not one node for each rank, or a node has a number
     /// that so few ranks do not need.
     pub fn new(checkpoint: &Checkpoint, wants: RankWants<'_>, nodes: &[u32], scope: Scope) -> Result<PlannedTraffic> {
         if nodes.len() != wants.of_rank.len() {

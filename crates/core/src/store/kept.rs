@@ -57,7 +57,7 @@ impl Kept {
     /// The descriptor of file number `file`, which stays open. Opening compares the file with its identity.
     ///
     /// # Errors
-    /// Those of [`Files::open`].
+    /// The errors of [`Files::open`].
     pub(crate) fn open(&self, file: u32) -> Result<Arc<OwnedFd>> {
         self.opened(file, false)
     }
@@ -99,7 +99,7 @@ impl Kept {
     /// room for them and which nobody else uses: one read and one look at the file. Whether all of them are there.
     ///
     /// # Errors
-    /// Those of opening; `Changed`.
+    /// The errors of opening; `Changed`.
     pub(crate) fn copy(
         &self,
         file: u32,

@@ -1,4 +1,4 @@
-//! Where a checkpoint's bytes are kept: what a [`Store`] has to offer, and the files of this machine, which are a store too:
+//! Places of a checkpoint's bytes: the interface of a [`Store`], and the store of this machine's files:
 //! what their file systems allow, what the page cache holds of them, and whether they are still what they were.
 
 mod ahead;

@@ -105,7 +105,7 @@ impl OpenObject<'_> {
     /// Reads on until the head has `until` bytes.
     ///
     /// # Errors
-    /// Those of [`Store::read`].
+    /// The errors of [`Store::read`].
     pub fn read_until(&mut self, until: u64) -> Result<()> {
         (self.read_on)(&mut self.head.bytes, until)
     }
@@ -140,19 +140,19 @@ pub trait Store: Send + Sync + Debug {
     /// `range` of that very version of an object.
     ///
     /// # Errors
-    /// Those of [`head`](Self::head), `Truncated`, and `Changed` for another version.
+    /// The errors of [`head`](Self::head), `Truncated`, and `Changed` for another version.
     fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>>;
 
     /// The objects of one load, by the number of their file in the checkpoint. `None` stands for files of other stores.
     ///
     /// # Errors
-    /// What keeps the store from being used at all; no object is looked at.
+    /// Reasons for which the store cannot be used at all; no object is looked at.
     fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>>;
 
     /// Several ranges of that version, one after the other.
     ///
     /// # Errors
-    /// Those of [`read`](Self::read).
+    /// The errors of [`read`](Self::read).
     fn read_parts(&self, object: &Object, ranges: &[Range<u64>]) -> Result<Vec<u8>> {
         let mut all = Vec::new();
         ranges.iter().try_for_each(|range| self.read(object, range.clone()).map(|part| all.extend(part)))?;
@@ -162,7 +162,7 @@ pub trait Store: Send + Sync + Debug {
     /// Opens an object, and reads its first `first` bytes, or all of a shorter one.
     ///
     /// # Errors
-    /// Those of [`head`](Self::head).
+    /// The errors of [`head`](Self::head).
     fn open<'w>(&'w self, at: &Location, first: u64, watch: &'w Watch) -> Result<OpenObject<'w>> {
         let asking = watch.ask(at.as_path());
         let head = self.head(at, first)?;
@@ -197,7 +197,7 @@ pub trait Store: Send + Sync + Debug {
     /// request are read.
     ///
     /// # Errors
-    /// Those of [`read`](Self::read) and of `check`.
+    /// The errors of [`read`](Self::read) and of `check`.
     fn content(&self, at: &Location, most: u64, watch: &Watch, check: CheckSize<'_>) -> Result<Vec<u8>> {
         // What is wanted whole is asked for in one request.
         let mut open = match self.open(at, MOST_PER_REQUEST, watch) {
@@ -214,7 +214,7 @@ pub trait Store: Send + Sync + Debug {
     /// slash is a folder.
     ///
     /// # Errors
-    /// Those of [`list`](Self::list).
+    /// The errors of [`list`](Self::list).
     fn entries(&self, at: &Location, watch: &Watch) -> Result<Option<Vec<OsString>>> {
         let _asking = watch.ask(at.as_path());
         let listed = self.list(at).map_err(|e| e.at(at))?;
@@ -240,19 +240,19 @@ pub trait Store: Send + Sync + Debug {
         }
     }
 
-    /// Whether there is nothing: no object, or a link to nothing.
+    /// True if nothing is there: no object, or a link to nothing.
     fn is_gone(&self, at: &Location, watch: &Watch) -> bool {
         let _asking = watch.ask(at.as_path());
         self.head(at, 1).is_err_and(|e| e.kind() == ErrorKind::NotFound)
     }
 
-    /// Whether it is a link.
+    /// True if the location is a link.
     fn is_link(&self, at: &Location) -> bool {
         let _ = at;
         false
     }
 
-    /// Whether it is on a disk of this machine that this process has loaded from, so that no question about it hangs. Then
+    /// True for an object on a disk of this machine that this process has loaded from: no question about it hangs. Then
     /// the caller's own thread asks, with a [`Watch`] that lets nothing wait: a wrapper hands this on if it also hands on
     /// `open`, `content` and `entries`.
     fn leads_to_known_disk(&self, at: &Location) -> bool {
@@ -260,7 +260,7 @@ pub trait Store: Send + Sync + Debug {
         false
     }
 
-    /// Whether answers take round trips, so that many objects are asked about at once.
+    /// True if answers take round trips. Then many objects are asked about at once.
     fn is_distant(&self) -> bool {
         true
     }

@@ -68,7 +68,7 @@ type Opened<'a> = (&'a dyn Store, Object, u64);
 /// A number for each file: of what 64 pages of its tensors hold, or of the validator that its store has. Blocks.
 ///
 /// # Errors
-/// What the file system says.
+/// Errors of the file system.
 pub(crate) fn samples<'a>(files: impl Iterator<Item = Opened<'a>>) -> Result<Vec<u64>> {
     let files: Vec<Opened<'a>> = files.collect();
     let (next, found) = (AtomicUsize::new(0), Mutex::new(vec![Ok(0); files.len()]));

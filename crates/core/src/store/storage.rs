@@ -40,7 +40,7 @@ impl Storage {
     /// The files of a checkpoint, in order: each object, and the store that has it. Nothing is opened yet.
     ///
     /// # Errors
-    /// What a store says.
+    /// Errors of a store.
     pub(crate) fn new<'a>(objects: impl Iterator<Item = (Object, &'a Arc<dyn Store>)>) -> Result<Storage> {
         let mut stores: Vec<&Arc<dyn Store>> = Vec::new();
         let number = |(object, store): (Object, &'a Arc<dyn Store>)| {

@@ -74,7 +74,7 @@ impl Stores {
     /// Measures requests for the object at an address; `None` if no store has such addresses.
     ///
     /// # Errors
-    /// Those of [`Store::look`].
+    /// The errors of [`Store::look`].
     pub fn look(&self, address: &str, times: usize) -> Result<Option<Look>> {
         let found = Location::address(Path::new(address), |scheme| self.of(scheme));
         found.map(|(location, store)| store.look(&location, times)).transpose()

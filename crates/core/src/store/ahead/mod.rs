@@ -86,7 +86,7 @@ impl Ahead {
     /// are. `None`: they are too many for this.
     ///
     /// # Errors
-    /// Those of opening and reading; `Changed`; `Timeout` if nothing is answered for long; `Cancelled` if `go_on` says no.
+    /// The errors of opening and reading; `Changed`; `Timeout` if nothing is answered for long; `Cancelled` if `go_on` says no.
     pub(crate) fn fetch(
         &self,
         file: u32,

@@ -223,7 +223,7 @@ fn signature(address: &Address, credential: &AwsCredential, region: &str, payer:
 /// Bucket and key.
 ///
 /// # Errors
-/// Those of [`parts`], `Unsupported` for what speaks another protocol than buckets do.
+/// The errors of [`parts`], `Unsupported` for a service with another protocol than that of buckets.
 fn bucket_and_key(at: &str) -> Result<(&str, &str)> {
     let bucket = at.split_once("://").map_or(at, |(_, rest)| rest).split('/').next().unwrap_or_default();
     let refused = |what: &str, instead: &str| Err(Error::new(ErrorKind::Unsupported, format!("{what}: {instead}")));

@@ -61,7 +61,7 @@ impl Service {
     /// Credentials that are valid for some minutes. Blocks.
     ///
     /// # Errors
-    /// Why there are none. No message shows what the service gave.
+    /// The reason for which there are none. No message shows the service's answer.
     pub(super) fn credential(&mut self, common: &Arc<Common>) -> Result<Arc<AwsCredential>> {
         if let Some((credential, until)) = &self.last {
             if Instant::now() < *until {

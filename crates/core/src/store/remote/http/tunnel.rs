@@ -35,7 +35,7 @@ impl Tunnel {
     /// Opens it.
     ///
     /// # Errors
-    /// Those of the stream, also `WouldBlock`: then it is called again later. [`ProxyRefusal`].
+    /// The errors of the stream, also `WouldBlock`: then it is called again later. [`ProxyRefusal`].
     pub(in crate::store::remote) fn open(&mut self, stream: &mut (impl Read + Write)) -> io::Result<()> {
         while self.has_to_send() {
             self.sent += stream.write(&self.out[self.sent..])?;
