@@ -48,8 +48,8 @@ class Text(NamedTuple):
 
 
 def rust_texts(path: Path) -> Iterator[Text]:
-    """The doc comments of a Rust file. Lines of the same kind that follow each other are one text; a section of it, which
-    a heading such as `# Errors` begins, is another."""
+    """The doc comments of a Rust file. Lines of the same kind that follow each other are one text. A heading such as
+    `# Errors` begins another one."""
     before = ""
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         found = _RUST.match(line)
