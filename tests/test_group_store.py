@@ -140,3 +140,41 @@ def test_values_come_in_as_few_questions_as_may_be():
     keys = [str(number) for number in range(9)]
     assert patient.get_all(keys, 4) == [key.encode() for key in keys]
     assert store.asked == ["multi_get"] * 3
+
+
+COUNTING = """
+from collections import Counter
+from penstock._core import Options
+
+class Counted:
+    def __init__(self):
+        self.underlying_store, self.calls = store, Counter()
+
+    def __getattr__(self, name):
+        found = getattr(store, name)
+        if name not in ("set", "get", "add", "delete_key", "multi_get"):
+            return found
+
+        def call(*arguments):
+            self.calls[name] += 1
+            return found(*arguments)
+
+        return call
+
+counted, checkpoint = Counted(), penstock.open(path)
+said["calls"] = {}
+for exchange in ("auto", "on"):
+    options = Options(join_timeout=20.0, exchange=exchange)
+    for _ in range(3):
+        counted.calls.clear()
+        checkpoint.load(group=(counted, rank, size), options=options)
+    said["calls"][exchange] = counted.calls.total()
+"""
+
+
+def test_a_load_takes_few_questions(together: Callable[..., Ranks], model: Path):
+    """Besides `check`, which is asked for as long as a rank waits. `benches/rendezvous.py` counts both."""
+    with together(COUNTING, 4, model) as ranks:
+        said = [ranks.said(rank)["calls"] for rank in range(4)]
+    # Of all ranks: which of them deletes a key that one has made, depends on who came first
+    assert {exchange: sum(of_rank[exchange] for of_rank in said) for exchange in said[0]} == {"auto": 31, "on": 24}
