@@ -7,7 +7,7 @@ mod toy_device;
 use device::{alone, collect, noise, open_files_and_threads, whole_slab, Cpu, Gpu, Kind, TestSlab, PATIENCE, SLAB};
 use penstock::device::api::Vendor;
 use penstock::device::strided::{GridAxis, Strided};
-use penstock::device::{Batch, Copy, Device, Fence};
+use penstock::device::{Batch, Copied, Copy, Device, Fence};
 use penstock::extent::Ticket;
 use penstock::{Error, ErrorKind};
 use proptest::prelude::*;
@@ -44,7 +44,7 @@ fn piece() -> impl Strategy<Value = Piece> {
 }
 
 /// Random batches, several in flight, each slab rewritten as soon as its ticket is back: every byte in its place, nothing
-/// else touched but padding, every ticket once.
+/// else touched but padding, no byte of a slab changed, every ticket once.
 fn copies_every_byte_to_its_place<K: Kind>(kind: &K) {
     let batches = prop::collection::vec(prop::collection::vec(piece(), 1..60), 1..12);
     let mut runner = TestRunner::new(Config { cases: 24, failure_persistence: None, ..Config::default() });
@@ -59,14 +59,17 @@ fn copies_every_byte_to_its_place<K: Kind>(kind: &K) {
             let memory = Arc::new(memory);
             let mut padding = vec![false; nbytes as usize];
             let mut free: Vec<usize> = (0..slabs.len()).collect();
-            let (mut running, mut seen, mut at) = (HashMap::new(), Vec::new(), 0u64);
+            let (mut running, mut seen, mut at) = (HashMap::<u64, (usize, Vec<u8>)>::new(), Vec::new(), 0u64);
+            let mut back = |copied: Copied, running: &mut HashMap<u64, (usize, Vec<u8>)>| {
+                copied.result.unwrap();
+                seen.push(copied.ticket.0);
+                let (slab, content) = running.remove(&copied.ticket.0).expect("a ticket that is in flight");
+                assert!(slabs[slab].holds(&content), "a device only reads slabs");
+                slab
+            };
             for (i, pieces) in batches.iter().enumerate() {
                 while free.is_empty() {
-                    for copied in collect(device, 1) {
-                        copied.result.unwrap();
-                        seen.push(copied.ticket.0);
-                        free.push(running.remove(&copied.ticket.0).expect("a ticket that is in flight"));
-                    }
+                    free.extend(collect(device, 1).into_iter().map(|copied| back(copied, &mut running)));
                 }
                 let slab = free.pop().unwrap();
                 let content = noise(i as u64);
@@ -104,7 +107,7 @@ fn copies_every_byte_to_its_place<K: Kind>(kind: &K) {
                     at += p.rows * (p.len + p.to_gap);
                     behind = from + p.rows * (p.len + p.from_gap);
                 }
-                running.insert(i as u64, slab);
+                running.insert(i as u64, (slab, content));
                 let keep = Arc::new((memory.clone(), slabs[slab].clone()));
                 let slab = (slabs[slab].address(), SLAB);
                 let strided = Default::default();
@@ -112,9 +115,7 @@ fn copies_every_byte_to_its_place<K: Kind>(kind: &K) {
             }
             while !running.is_empty() {
                 for copied in collect(device, 1) {
-                    copied.result.unwrap();
-                    seen.push(copied.ticket.0);
-                    running.remove(&copied.ticket.0).expect("a ticket that is in flight");
+                    back(copied, &mut running);
                 }
             }
             seen.sort_unstable();
@@ -188,7 +189,8 @@ fn each(axes: &[GridAxis], from: u64, to: u64, give: &mut impl FnMut(u64, u64)) 
     (0..axis.count).for_each(|i| each(inner, from + i * axis.from, to + i * axis.to, give));
 }
 
-/// Random grids into strided memory, several batches in flight: every byte in its place, and nothing else touched.
+/// Random grids into strided memory, several batches in flight: every byte in its place, nothing else touched, and no byte
+/// of a slab changed.
 fn copies_into_strided_memory<K: Kind>(kind: &K) {
     let batches = prop::collection::vec(prop::collection::vec(lattice(), 1..5), 1..6);
     let mut runner = TestRunner::new(Config { cases: 24, failure_persistence: None, ..Config::default() });
@@ -221,6 +223,7 @@ fn copies_into_strided_memory<K: Kind>(kind: &K) {
             collect(device, batches.len()).into_iter().for_each(|copied| copied.result.unwrap());
             let wrong = kind.bytes(&memory).iter().zip(&expected).position(|(a, b)| a != b);
             prop_assert_eq!(wrong, None);
+            prop_assert!((0..batches.len() as u64).all(|i| slabs[i as usize].holds(&noise(i))));
             Ok(())
         })
         .unwrap();

@@ -8,8 +8,8 @@
 //!   scratch buffer in the form that they have in the block, and are one transfer out of it;
 //! - narrow rows (a column slice for one rank) are gathered in the same way: copy engines move narrow rows slowly.
 //!
-//! Gathering does not happen within the slab, although only the device uses it at that time: an extent may fill its
-//! slab, and padding makes it grow.
+//! Gathering does not happen within the slab: others may read it at the same time. Besides, an extent may fill its slab,
+//! and padding makes it grow.
 
 use super::cpu::run_copy;
 use super::Copy;

@@ -51,8 +51,8 @@ pub struct Copy {
 pub struct Batch {
     /// Comes back with the outcome.
     pub ticket: Ticket,
-    /// First byte of the slab and its capacity. Between the end of the read and the end of the copy only the device
-    /// uses the slab, and may rearrange its bytes.
+    /// First byte of the slab and its capacity. From the end of the read to the end of the copy nothing writes to the slab.
+    /// The device only reads it, because others may read it at the same time: a connection, or another rank.
     pub slab: (*mut u8, usize),
     /// The copies.
     pub copies: Vec<Copy>,

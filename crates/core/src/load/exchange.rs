@@ -77,7 +77,6 @@ impl RankExchange {
         inner: Box<dyn Device>,
         schedule: &Schedule,
         checkpoint: &Checkpoint,
-        rearranges: bool,
     ) -> Result<(Box<dyn Device>, HashMap<Ticket, u64>)> {
         let (mut sends, mut bytes) = (HashMap::new(), HashMap::new());
         for (ticket, e) in (0..).map(Ticket).zip(&schedule.extents) {
@@ -92,7 +91,7 @@ impl RankExchange {
             bytes.insert(ticket, others.iter().map(wanted).sum());
             sends.insert(ticket, (number, e.offset, others));
         }
-        Ok((self.peers.device(inner, sends, rearranges)?, bytes))
+        Ok((self.peers.device(inner, sends)?, bytes))
     }
 }
 

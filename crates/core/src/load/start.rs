@@ -189,7 +189,7 @@ fn assemble(
     let (mut device, mut sends, mut trial) = (device, HashMap::new(), None);
     if let Some(exchange) = exchange {
         if let Some(inner) = device.take() {
-            let (decorated, bytes) = exchange.device(inner, &schedule, &checkpoint, matches!(at, Where::Gpu(_)))?;
+            let (decorated, bytes) = exchange.device(inner, &schedule, &checkpoint)?;
             (device, sends) = (Some(decorated), bytes);
         }
         let (ranks, reason) = (exchange.members, untried(options.exchange));

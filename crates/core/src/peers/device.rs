@@ -17,9 +17,7 @@ pub(super) struct Sending {
     inner: Box<dyn Device>,
     /// For each parcel that is read here: its number, where in the file its slab begins, and who gets bytes of it.
     sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
-    /// The device may move bytes in a slab: it gets one only after it was sent.
-    rearranges: bool,
-    /// Batches that are being sent, to be copied after that or copied already.
+    /// Batches that are being sent and copied at the same time.
     sending: HashMap<Ticket, Both>,
     wake: OwnedFd,
 }
@@ -27,8 +25,6 @@ pub(super) struct Sending {
 /// The progress of a batch that is both sent and copied.
 #[derive(Default)]
 struct Both {
-    /// Waits until it was sent.
-    waiting: Option<Batch>,
     sent: Option<Copied>,
     copied: Option<Copied>,
     /// The blocks that its copies write to.
@@ -40,26 +36,11 @@ impl Sending {
         shared: Arc<PeersShared>,
         inner: Box<dyn Device>,
         sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
-        rearranges: bool,
     ) -> Result<Sending> {
         let wake = epoll()?;
         watch(&wake, inner.wake())?;
         watch(&wake, shared.copies.fd())?;
-        Ok(Sending { shared, inner, sends, rearranges, sending: HashMap::new(), wake })
-    }
-
-    /// The batch has been sent, and can be copied now.
-    fn after_sent(&mut self, sent: Copied) -> Result<()> {
-        let Some(both) = self.sending.get_mut(&sent.ticket) else { return Ok(()) };
-        let (ticket, failed) = (sent.ticket, sent.result.is_err());
-        both.sent = Some(sent);
-        let Some(batch) = both.waiting.take() else { return Ok(()) };
-        let result = if failed { Ok(()) } else { self.inner.copy(batch) };
-        if failed || result.is_err() {
-            both.blocks.clear();
-            both.copied = Some(Copied { ticket, result: result.clone(), begun: Vec::new() });
-        }
-        result
+        Ok(Sending { shared, inner, sends, sending: HashMap::new(), wake })
     }
 }
 
@@ -78,8 +59,6 @@ impl Device for Sending {
         let mut both = Both { blocks: batch.blocks().collect(), ..Both::default() };
         if batch.copies.is_empty() && batch.strided.is_empty() {
             both.copied = Some(Copied { ticket, result: Ok(()), begun: Vec::new() });
-        } else if self.rearranges {
-            both.waiting = Some(batch);
         } else {
             self.inner.copy(batch)?;
         }
@@ -92,13 +71,14 @@ impl Device for Sending {
     fn poll(&mut self, done: &mut Vec<Copied>) -> Result<()> {
         self.shared.copies.clear();
         let sent = std::mem::take(&mut lock(&self.shared.state).copied);
-        let mut outcome = Ok(());
         let mut ended: Vec<Ticket> = sent.iter().map(|sent| sent.ticket).collect();
         for sent in sent {
-            outcome = outcome.and(self.after_sent(sent));
+            if let Some(both) = self.sending.get_mut(&sent.ticket) {
+                both.sent = Some(sent);
+            }
         }
         let mut copied = Vec::new();
-        outcome = outcome.and(self.inner.poll(&mut copied));
+        let outcome = self.inner.poll(&mut copied);
         for copied in copied {
             match self.sending.get_mut(&copied.ticket) {
                 Some(both) => {
@@ -126,16 +106,12 @@ impl Device for Sending {
     }
 
     fn in_flight(&self) -> usize {
-        self.inner.in_flight()
-            + self.sending.values().filter(|both| both.waiting.is_some() || both.copied.is_some()).count()
+        self.inner.in_flight() + self.sending.values().filter(|both| both.copied.is_some()).count()
     }
 
     fn abandon(&mut self) -> Vec<Ticket> {
-        let waiting = self.sending.iter().filter(|(_, both)| both.waiting.is_some()).map(|(ticket, _)| *ticket);
-        let mut never: Vec<Ticket> = waiting.collect();
         self.sending.clear();
-        never.extend(self.inner.abandon());
-        never
+        self.inner.abandon()
     }
 
     fn fallbacks(&self) -> Vec<Fallback> {

@@ -83,9 +83,8 @@ impl Peers {
         &self,
         inner: Box<dyn Device>,
         sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
-        rearranges: bool,
     ) -> Result<Box<dyn Device>> {
-        Ok(Box::new(Sending::new(self.shared.clone(), inner, sends, rearranges)?))
+        Ok(Box::new(Sending::new(self.shared.clone(), inner, sends)?))
     }
 
     /// Tells the others that this rank's load has failed.

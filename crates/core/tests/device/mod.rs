@@ -146,6 +146,13 @@ impl TestSlab {
         self.address
     }
 
+    /// Whether the slab still begins with these bytes, after its copies.
+    pub(crate) fn holds(&self, content: &[u8]) -> bool {
+        assert!(content.len() <= SLAB);
+        // SAFETY: nothing writes to the slab now.
+        unsafe { std::slice::from_raw_parts(self.address, content.len()) == content }
+    }
+
     /// Writes to the slab as a read from a file would.
     pub(crate) fn fill(&self, content: &[u8]) {
         assert!(content.len() <= SLAB);

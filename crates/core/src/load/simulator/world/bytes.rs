@@ -171,7 +171,7 @@ impl World<'_> {
         let mut others: Vec<u32> =
             self.case.shares.audience(parcel).iter().copied().filter(|other| *other != rank).collect();
         others.sort_unstable_by_key(|other| (other + count - rank) % count);
-        let mut sending = Sending { copy_after: self.gpu, ..Sending::default() };
+        let mut sending = Sending::default();
         let replicas = self.case.of_rank.iter().all(|list| *list == 0);
         for &to in &others {
             // All bytes are wanted by replicas. That is said here because a thousand of them would ask a thousand times.
@@ -184,10 +184,7 @@ impl World<'_> {
                 sending.left += 1;
             }
         }
-        if sending.left == 0 || !sending.copy_after {
-            sending.copy_after = false;
-            self.push(ends, Step::CopyEnds(rank, extent));
-        }
+        self.push(ends, Step::CopyEnds(rank, extent));
         self.ranks[rank as usize].sending.insert(extent, sending);
         others.into_iter().for_each(|to| self.pump(rank, to));
     }

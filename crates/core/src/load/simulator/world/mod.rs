@@ -183,8 +183,6 @@ struct Awaiting {
 struct Sending {
     left: usize,
     copied: bool,
-    /// The copy begins when it was sent.
-    copy_after: bool,
 }
 
 struct Rank {
@@ -232,7 +230,6 @@ pub(super) struct World<'a> {
     storage: Pipe,
     nodes: Vec<[Pipe; 4]>,
     devices: Vec<Pipe>,
-    gpu: bool,
     /// How often each parcel was read, and by whom it was received.
     pub(super) parcels_read: HashMap<u32, Vec<u32>>,
     pub(super) received: HashSet<(u32, u32)>,
@@ -269,7 +266,7 @@ pub(super) struct Setting {
 
 impl<'a> World<'a> {
     pub(super) fn new(case: &'a Case<'a>, setting: Setting, seed: u64) -> World<'a> {
-        let Setting { machines, nodes, gpu, slabs, depth, mutant, lapse } = setting;
+        let Setting { machines, nodes, slabs, depth, mutant, lapse, .. } = setting;
         Mutant::commit(mutant);
         Lapse::commit(lapse);
         let count = case.schedules.len();
@@ -330,7 +327,6 @@ impl<'a> World<'a> {
             storage: Pipe::new(storage),
             nodes: vec![of_node; nodes as usize],
             devices: vec![Pipe::new(device); count],
-            gpu,
             parcels_read: HashMap::new(),
             received: HashSet::new(),
             bytes_read: vec![0; count],
@@ -479,13 +475,9 @@ impl<'a> World<'a> {
                 self.turn(rank);
             }
             Step::Left { from, to, extent } => {
-                let device = self.devices[from as usize].carry(self.now, 0);
                 let r = &mut self.ranks[from as usize];
                 if let Some(sending) = r.sending.get_mut(&extent) {
                     sending.left -= 1;
-                    if sending.left == 0 && std::mem::take(&mut sending.copy_after) {
-                        self.push(device, Step::CopyEnds(from, extent));
-                    }
                 }
                 self.batch_ends(from, extent);
                 self.pump(from, to);
