@@ -16,6 +16,7 @@ use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::btree_map::{BTreeMap, Entry};
+use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -35,7 +36,7 @@ pub(crate) fn is_resident(address: u64) -> bool {
     resident & 1 == 1
 }
 
-/// An anonymous mapping. It is aligned to 2 MiB if it is at least that large.
+/// An anonymous mapping, or one of a file in memory. It is aligned to 2 MiB if it is at least that large.
 pub(crate) struct Anonymous {
     at: *mut u8,
     len: usize,
@@ -96,6 +97,31 @@ impl Anonymous {
             }
         }
         Ok(Self { at: aligned as *mut u8, len: wanted })
+    }
+
+    /// The first `len` bytes (rounded up to pages) of a file in memory, which all who map it see. It asks for huge pages.
+    pub(crate) fn shared(file: impl AsFd, len: u64) -> Result<Self> {
+        let reserved = ManuallyDrop::new(Self::new(len)?);
+        // SAFETY: it takes the place of the mapping just made, which nobody knows.
+        let at = unsafe {
+            libc::mmap(
+                reserved.at.cast(),
+                reserved.len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_NORESERVE,
+                file.as_fd().as_raw_fd(),
+                0,
+            )
+        };
+        if at == libc::MAP_FAILED {
+            // The addresses stay taken. The kernel may have freed them before it failed, and another thread may have them.
+            return Err(Error::io("map shared memory", &io::Error::last_os_error()));
+        }
+        let memory = ManuallyDrop::into_inner(reserved);
+        if memory.len as u64 >= HUGE_PAGE {
+            memory.advise(libc::MADV_HUGEPAGE);
+        }
+        Ok(memory)
     }
 
     /// First byte.
@@ -340,7 +366,7 @@ impl Reserved {
         let len = (span.end - span.start) as usize;
         // As far from a multiple of 2 MiB as the span: the kernel moves huge pages whole then.
         let skip = if len as u64 >= HUGE_PAGE { (span.start % HUGE_PAGE) as usize } else { 0 };
-        let whole = std::mem::ManuallyDrop::new(Anonymous::new((skip + len) as u64)?);
+        let whole = ManuallyDrop::new(Anonymous::new((skip + len) as u64)?);
         let start = whole.at() as usize;
         drop(Self { left: start..start + skip });
         Ok(Self { left: start + skip..start + whole.len() })

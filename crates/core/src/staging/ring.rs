@@ -1,49 +1,18 @@
-//! The ring of slabs: staging memory that lives for the process and that all its loads share.
-//!
-//! A [`Share`] is one load's place in the ring. [`Share::try_acquire`] never waits: if no slab is available now, it
-//! returns `None`, and the share's descriptor becomes readable when it is worth asking again. Dropping a [`Lease`]
-//! gives its slab back.
-//!
-//! - **Bounded.** All slabs of the process together stay under the `staging` limit of the load that asks (invariant 3).
-//!   There is one exception: two slabs are always granted, whatever the limit and the quarantine are, or nothing could
-//!   move.
-//! - **Fair.** If several loads are active, each has an equal part of its limit, at least two slabs. A load that holds
-//!   no slab comes before one that holds some. So a load waits only for reads and copies in flight, never for another
-//!   load's consumer: no read is submitted before its destination is granted, so no slab is held idle.
-//! - **Hot.** The slab that was given back last is given out first: its lines are still in the CPU's cache, where a
-//!   copy runs at 7 instead of 5 GB/s.
-//! - **Lasting.** After the last load [`IDLE_STAGING`] bytes of plain slabs stay: the next load's first reads go to
-//!   them while more are made. The rest goes back to the system. All registered slabs stay.
-//!
-//! # The pool of registered slabs
-//! A GPU copies fast, and beside other work, only from memory that its driver has registered (pinned). Registering
-//! costs 0.1 to 0.6 s per GiB, so it is done once: only [`Ring::trim`] unregisters slabs, and nothing does between
-//! loads. A registration holds for the whole process, so all GPUs of one driver share the pool.
-//!
-//! A load to a GPU [pins](Share::pin) its share. The [`Growth`] that it gets says which slabs to register, in the
-//! background, until there are [`pool_bytes`] of them or as many as the load can use. As long as more are being
-//! registered or enough exist, the share gets registered slabs only: it waits for one that comes back, and makes no
-//! other. If the driver refuses to register, it gets plain slabs.
-//!
-//! # Fork
-//! Slabs are marked MADV_DONTFORK. Otherwise a fork would mark their pages copy-on-write. The parent's next write to a
-//! page would then move the page while a DMA is in flight, of the driver or of an O_DIRECT read (for this reason
-//! open(2), NOTES, asks for MADV_DONTFORK). Also, the child would carry up to 256 MiB that it cannot use. So a child
-//! finds no memory there. It gets its own ring, and what it inherited of the parent's does nothing when dropped.
-//!
-//! At exit nothing is freed: the driver may be gone by then, and the kernel frees memory faster.
+//! The ring, the places of loads in it, and the leases on its slabs.
 
+use super::adopted::AdoptedSlabs;
+use super::memory_file;
+use super::slab::Slab;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::Anonymous;
+use crate::machine::page_size;
 use crate::options::{pool_bytes, HUGE_PAGE, IDLE_STAGING, PAGE};
 use crate::sync::{lock, Mutex, MutexGuard};
 use crate::wake::Wake;
-use std::any::Any;
 use std::collections::HashMap;
-use std::os::fd::RawFd;
+use std::os::fd::{OwnedFd, RawFd};
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// How long a refused load that holds nothing goes before those that hold something. It asks again when its descriptor is
@@ -51,97 +20,20 @@ use std::time::{Duration, Instant};
 /// busy that 100 ms pass between two lines.)
 const HUNGER: Duration = Duration::from_millis(if cfg!(test) { 2000 } else { 100 });
 
-/// One staging buffer: private anonymous memory, not inherited by a forked child. From the size of a huge page on it
-/// consists of huge pages.
-pub struct Slab {
-    /// Always there until it is dropped.
-    memory: Option<Anonymous>,
-    pid: u32,
-    /// By number of the driver. Dropped, hence undone, before the memory is unmapped.
-    registrations: Mutex<Vec<(u64, Box<dyn Any + Send>)>>,
-    /// Number of the driver that registered it last; 0: none.
-    registered: AtomicU64,
-}
-
-impl Slab {
-    /// One that belongs to no ring and counts nowhere: for a scratch buffer of a few MiB.
-    pub(crate) fn new(nbytes: u64) -> Result<Self> {
-        Self::map(nbytes.next_multiple_of(HUGE_PAGE) as usize)
-    }
-
-    fn map(len: usize) -> Result<Self> {
-        let memory = Anonymous::new(len as u64)?;
-        memory.keep_from_children();
-        let (pid, registered) = (std::process::id(), AtomicU64::new(0));
-        Ok(Self { memory: Some(memory), pid, registrations: Mutex::default(), registered })
-    }
-
-    /// First byte; a multiple of [`HUGE_PAGE`] if the slab has that size, else of a page.
-    pub fn address(&self) -> *mut u8 {
-        self.memory.as_ref().map_or(ptr::null_mut(), Anonymous::at)
-    }
-
-    /// Size in bytes: whole huge pages, or whole pages if it is smaller.
-    #[allow(clippy::len_without_is_empty)]
-    pub fn len(&self) -> usize {
-        self.memory.as_ref().map_or(0, Anonymous::len)
-    }
-
-    /// Makes sure that the slab is registered with a driver, for all its devices: `register` is called with address and
-    /// length unless it has given a registration for this driver (a number above 0) before. The registration lives as
-    /// long as the slab, ends when dropped, and must not need a particular thread for that.
-    pub fn register(
-        &self,
-        driver: u64,
-        register: impl FnOnce(*mut u8, usize) -> Result<Box<dyn Any + Send>>,
-    ) -> Result<()> {
-        let mut registrations = lock(&self.registrations);
-        if !registrations.iter().any(|(known, _)| *known == driver) {
-            registrations.push((driver, register(self.address(), self.len())?));
-            self.registered.store(driver, Ordering::Release);
-        }
-        Ok(())
-    }
-
-    /// Makes its pages resident, so that who registers it finds them there. Advice: what is refused happens at first touch.
-    pub(crate) fn populate(&self) {
-        // SAFETY: the range is this slab's mapping, whose bytes stay as they are.
-        unsafe { libc::madvise(self.address().cast(), self.len(), libc::MADV_POPULATE_WRITE) };
-    }
-
-    /// Whether it is registered with a driver. Never waits for a registration that is being made.
-    pub fn is_registered(&self, driver: u64) -> bool {
-        driver != 0 && self.registered.load(Ordering::Acquire) == driver
-    }
-
-    fn is_plain(&self) -> bool {
-        self.registered.load(Ordering::Acquire) == 0
-    }
-}
-
-impl Drop for Slab {
-    fn drop(&mut self) {
-        let registrations = std::mem::take(self.registrations.get_mut().unwrap_or_else(PoisonError::into_inner));
-        if self.pid != std::process::id() {
-            // Nothing is mapped here in a child, or something else by now; and the driver's state is the parent's.
-            std::mem::forget((registrations, self.memory.take()));
-            return;
-        }
-        // Registrations first: the driver must let go of the pages before they are unmapped.
-        drop(registrations);
-    }
-}
-
 /// The contents of the ring, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Staging {
-    /// Bytes of all slabs.
+    /// Bytes of all slabs of this process.
     pub mapped: u64,
+    /// Bytes of those that other processes can map.
+    pub shared: u64,
+    /// Bytes of other processes' slabs that are mapped here. They are under no limit of this process: their owner's holds.
+    pub borrowed: u64,
     /// Bytes of slabs out on lease.
     pub in_use: u64,
     /// Bytes of slabs that a hanging call may still touch; see [`Lease::quarantine`] and [`Lease::set_apart`].
     pub quarantined: u64,
-    /// Bytes of slabs registered with a GPU's driver, in use or not.
+    /// Bytes of slabs of this process registered with a GPU's driver, in use or not.
     pub registered: u64,
     /// Most that was ever mapped at once.
     pub peak: u64,
@@ -163,12 +55,27 @@ struct RingState {
     /// Active loads.
     shares: Vec<Member>,
     next_share: u64,
-    /// Bytes that are being registered, by driver.
-    growing: Vec<(u64, u64)>,
+    /// Bytes that are being registered, by kind.
+    growing: Vec<(SlabKind, u64)>,
     /// How often growth was stopped.
     stops: u64,
     /// Registered buffers beside the slabs, for loads that gather small copies.
     scratch: Vec<Slab>,
+    adopted: AdoptedSlabs,
+}
+
+/// Slabs of the pool that serve the same loads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct SlabKind {
+    /// The driver that has registered them.
+    driver: u64,
+    shared: bool,
+}
+
+impl SlabKind {
+    fn has(self, slab: &Slab) -> bool {
+        slab.is_registered(self.driver) && slab.is_shared() == self.shared
+    }
 }
 
 struct Out {
@@ -178,6 +85,8 @@ struct Out {
     apart: bool,
     /// Even when the lease is dropped.
     forever: bool,
+    /// Is not used again when the lease is dropped.
+    retired: bool,
 }
 
 /// An active load, as the ring sees it.
@@ -205,9 +114,15 @@ impl RingState {
         mapped + len <= limit || (self.idle.is_empty() && mapped - quarantined <= len)
     }
 
-    fn map(&mut self, bytes: u64) {
+    fn map(&mut self, bytes: u64, shared: bool) {
         self.staging.mapped += bytes;
+        self.staging.shared += if shared { bytes } else { 0 };
         self.staging.peak = self.staging.peak.max(self.staging.mapped);
+    }
+
+    fn unmap(&mut self, bytes: u64, shared: bool) {
+        self.staging.mapped -= bytes;
+        self.staging.shared -= if shared { bytes } else { 0 };
     }
 
     /// Whether load `id` may have another slab of `len` bytes under its `limit`, as far as fairness goes.
@@ -240,18 +155,18 @@ impl RingState {
     }
 
     /// Bytes of slabs that serve a load of slabs of `len` bytes to a driver's device: registered, or about to be.
-    fn pool(&self, driver: u64, fits: impl Fn(u64) -> bool) -> u64 {
-        let idle = self.idle.iter().filter(|s| s.is_registered(driver)).map(|s| s.len() as u64);
-        let out = self.out.values().filter(|o| !o.apart).filter_map(|o| o.slab.upgrade());
-        let out = out.filter(|s| s.is_registered(driver)).map(|s| s.len() as u64);
+    fn pool(&self, kind: SlabKind, fits: impl Fn(u64) -> bool) -> u64 {
+        let idle = self.idle.iter().filter(|s| kind.has(s)).map(|s| s.len() as u64);
+        let out = self.out.values().filter(|o| !o.apart && !o.retired).filter_map(|o| o.slab.upgrade());
+        let out = out.filter(|s| kind.has(s)).map(|s| s.len() as u64);
         let there: u64 = idle.chain(out).filter(|len| fits(*len)).sum();
-        there + self.growing.iter().find(|g| g.0 == driver).map_or(0, |g| g.1)
+        there + self.growing.iter().find(|g| g.0 == kind).map_or(0, |g| g.1)
     }
 
-    /// Bytes that are being registered with a driver.
-    fn growing(&mut self, driver: u64) -> &mut u64 {
-        let at = self.growing.iter().position(|g| g.0 == driver).unwrap_or_else(|| {
-            self.growing.push((driver, 0));
+    /// Bytes that are being registered, of one kind.
+    fn growing(&mut self, kind: SlabKind) -> &mut u64 {
+        let at = self.growing.iter().position(|g| g.0 == kind).unwrap_or_else(|| {
+            self.growing.push((kind, 0));
             self.growing.len() - 1
         });
         &mut self.growing[at].1
@@ -285,7 +200,7 @@ impl Ring {
         }
     }
 
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self { pid: std::process::id(), state: Mutex::default() }
     }
 
@@ -303,7 +218,15 @@ impl Ring {
         let member = Member { id, wake: wake.clone(), held: 0, peak: 0, waiting: false, refused: None, growing: false };
         state.shares.push(member);
         let unit = if slab_bytes >= HUGE_PAGE { HUGE_PAGE } else { PAGE };
-        Ok(Share { ring: self, id, slab: slab_bytes.max(1).next_multiple_of(unit), limit, wake, pinned: None })
+        Ok(Share {
+            ring: self,
+            id,
+            slab: slab_bytes.max(1).next_multiple_of(unit),
+            limit,
+            wake,
+            shared: false,
+            pinned: None,
+        })
     }
 
     /// The contents now.
@@ -311,21 +234,78 @@ impl Ring {
         let state = self.lock();
         let out = state.out.values().filter_map(|o| o.slab.upgrade());
         let registered = state.idle.iter().cloned().chain(out).filter(|s| !s.is_plain()).map(|s| s.len() as u64).sum();
-        Staging { registered, ..state.staging }
+        Staging { registered, borrowed: state.adopted.nbytes(), ..state.staging }
     }
 
-    /// The slab on lease that begins at this address.
+    /// The slab that begins at this address: one on lease, or an adopted one.
     pub fn slab_at(&self, address: *const u8) -> Option<Arc<Slab>> {
-        self.lock().out.get(&(address as usize))?.slab.upgrade()
+        let (state, address) = (self.lock(), address as usize);
+        let on_lease = state.out.get(&address).and_then(|out| out.slab.upgrade());
+        on_lease.or_else(|| state.adopted.at(address))
     }
 
-    /// Gives all idle slabs back to the system, and with them their registrations. Tells how many bytes that were.
+    /// Another process' slab, mapped over its file: `len` bytes of it. `owner` is that process' own name. A file that is
+    /// adopted again is the same slab. Nothing here writes to it.
+    ///
+    /// It lives as long as somebody holds it. Once it is [registered](Slab::register), it is kept until
+    /// [`disown`](Self::disown), [`disown_all_but`](Self::disown_all_but) or [`trim`](Self::trim).
+    ///
+    /// # Errors
+    /// `Peer`: the file is not one that can be mapped safely. `Permission`, `OutOfMemory`, `Io`: the kernel does not map it.
+    /// `Forked`.
+    pub fn adopt(&'static self, fd: OwnedFd, owner: [u8; 16], len: u64) -> Result<Arc<Slab>> {
+        if self.pid != std::process::id() {
+            return Err(Error::new(ErrorKind::Forked, "the staging memory belongs to the parent process"));
+        }
+        let (file, identity) = memory_file::checked_file(fd, len)?;
+        let again = |state: &mut RingState| state.adopted.again(&owner, identity);
+        let known = again(&mut self.lock());
+        let slab = match known {
+            Some(known) => known,
+            None => {
+                let keep = |slab: &Slab| self.lock().adopted.keep(slab.address() as usize);
+                let slab = Arc::new(Slab::of_neighbour(&file, identity, len, Box::new(keep))?);
+                let mut state = self.lock();
+                // Another thread may have been faster.
+                let faster = again(&mut state);
+                if faster.is_none() {
+                    state.adopted.add(owner, identity, &slab);
+                }
+                drop(state);
+                faster.unwrap_or(slab)
+            }
+        };
+        if (slab.len() as u64) < len {
+            let (there, kind) = (slab.len(), ErrorKind::Peer);
+            return Err(Error::new(kind, format!("a neighbour's slab has {there} bytes here, and not {len}")));
+        }
+        Ok(slab)
+    }
+
+    /// The kept slabs of an owner go, except those whose (device, inode) are `still` in use there. A slab that somebody holds
+    /// goes when he lets go of it. `still` must not use the ring.
+    pub fn disown(&self, owner: [u8; 16], still: &dyn Fn((u64, u64)) -> bool) {
+        // Dropped without the lock, since a driver may be slow to unpin.
+        let gone = self.lock().adopted.disown(|adopted| adopted.owner == owner && !still(adopted.file));
+        drop(gone);
+    }
+
+    /// The same with all slabs of owners that are not alive.
+    pub fn disown_all_but(&self, is_alive: &dyn Fn(&[u8; 16]) -> bool) {
+        let gone = self.lock().adopted.disown(|adopted| !is_alive(&adopted.owner));
+        drop(gone);
+    }
+
+    /// Gives all idle slabs back to the system, and with them their registrations: also other processes' slabs that nobody
+    /// holds. Tells how many bytes that were.
     pub fn trim(&self) -> u64 {
         let mut state = self.lock();
         let (idle, scratch) = (std::mem::take(&mut state.idle), std::mem::take(&mut state.scratch));
+        let adopted = state.adopted.take_idle();
         drop(state);
-        let bytes = idle.iter().map(|s| s.len()).chain(scratch.iter().map(Slab::len)).sum::<usize>();
-        drop(scratch);
+        let slabs = idle.iter().chain(&adopted).map(|s| s.len());
+        let bytes = slabs.chain(scratch.iter().map(Slab::len)).sum::<usize>();
+        drop((scratch, adopted));
         self.free(idle);
         bytes as u64
     }
@@ -352,10 +332,10 @@ impl Ring {
         if slabs.is_empty() {
             return;
         }
-        let bytes: u64 = slabs.iter().map(|s| s.len() as u64).sum();
+        let sizes: Vec<_> = slabs.iter().map(|s| (s.len() as u64, s.is_shared())).collect();
         drop(slabs);
         let mut state = self.lock();
-        state.staging.mapped -= bytes;
+        sizes.into_iter().for_each(|(len, shared)| state.unmap(len, shared));
         notify(state);
     }
 
@@ -373,6 +353,10 @@ impl Ring {
 
     fn set_apart(&self, address: *const u8, forever: bool) {
         let mut state = self.lock();
+        if let Some(adopted) = state.adopted.at(address as usize).filter(|_| forever) {
+            // What hangs may touch it for ever.
+            return std::mem::forget(adopted);
+        }
         let Some(out) = state.out.get_mut(&(address as usize)).filter(|o| !o.forever) else { return };
         let (share, Some(slab)) = (out.share, out.slab.upgrade()) else { return };
         let before = std::mem::replace(&mut out.apart, true);
@@ -392,6 +376,13 @@ impl Ring {
         notify(state);
     }
 
+    /// See [`Lease::retire`].
+    fn retire(&self, address: *const u8) {
+        if let Some(out) = self.lock().out.get_mut(&(address as usize)) {
+            out.retired = true;
+        }
+    }
+
     fn release(&self, slab: Arc<Slab>) {
         let mut state = self.lock();
         let address = slab.address() as usize;
@@ -408,6 +399,10 @@ impl Ring {
                 member.held -= len;
             }
         }
+        if out.retired {
+            drop(state);
+            return self.free(vec![slab]);
+        }
         state.idle.push(slab);
         self.settle(state);
     }
@@ -419,7 +414,9 @@ pub struct Share {
     id: u64,
     slab: u64,
     limit: u64,
-    wake: Arc<Wake>,
+    pub(super) wake: Arc<Wake>,
+    /// Its slabs are files that other processes can map.
+    shared: bool,
     pinned: Option<Pinned>,
 }
 
@@ -429,10 +426,10 @@ fn serves(len: u64, slab: u64, limit: u64) -> bool {
     len == slab || (len > slab && 2 * len <= limit)
 }
 
-/// The driver that registers this share's slabs, and how many bytes of such slabs are enough.
+/// The registered slabs for this share, and how many bytes of them are enough.
 #[derive(Debug, Clone, Copy)]
 struct Pinned {
-    driver: u64,
+    kind: SlabKind,
     enough: u64,
 }
 
@@ -460,14 +457,14 @@ impl Share {
             }
             if state.has_room(self.slab, self.limit) {
                 // Counted before it is there, so that others cannot take the same room; mapped without the lock.
-                state.map(self.slab);
+                state.map(self.slab, self.shared);
                 drop(state);
-                let mapped = Slab::map(self.slab as usize);
+                let mapped = Slab::map(self.slab, self.shared);
                 let mut state = self.ring.lock();
                 return match mapped {
                     Ok(slab) => Ok(Some(self.lease(&mut state, Arc::new(slab)))),
                     Err(cause) => {
-                        state.staging.mapped -= self.slab;
+                        state.unmap(self.slab, self.shared);
                         // Its own refusal comes after that.
                         let waiters = state.waiters();
                         // Where others hold slabs the load goes on with what there is, and asks again when one comes back.
@@ -481,7 +478,7 @@ impl Share {
             if state.idle.is_empty() {
                 return Ok(self.refuse(&mut state));
             }
-            // Slabs of another size, left by an earlier load, make room: registered ones last.
+            // Slabs of another size or kind, left by an earlier load, make room: registered ones last.
             let victim = state.idle.iter().position(|s| s.is_plain()).unwrap_or(0);
             let victim = state.idle.remove(victim);
             drop(state);
@@ -491,31 +488,41 @@ impl Share {
 
     /// The idle slab to take, if there is one.
     fn idle(&self, state: &RingState) -> Option<usize> {
+        let same = |s: &Arc<Slab>| s.len() as u64 == self.slab && s.is_shared() == self.shared;
         let Some(pinned) = self.pinned else {
             // Registered ones are left to loads that need them, as long as there are others.
-            let fits = |s: &Arc<Slab>| s.len() as u64 == self.slab;
             return state
                 .idle
                 .iter()
-                .rposition(|s| fits(s) && s.is_plain())
-                .or_else(|| state.idle.iter().rposition(fits));
+                .rposition(|s| same(s) && s.is_plain())
+                .or_else(|| state.idle.iter().rposition(same));
         };
         let fits = |s: &Arc<Slab>| {
             let len = s.len() as u64;
-            s.is_registered(pinned.driver)
-                && serves(len, self.slab, self.limit)
-                && state.is_turn_of(self.id, len, self.limit)
+            pinned.kind.has(s) && serves(len, self.slab, self.limit) && state.is_turn_of(self.id, len, self.limit)
         };
         state.idle.iter().rposition(fits).or_else(|| match self.waits_for_registered(state, pinned) {
             true => None,
-            false => state.idle.iter().rposition(|s| s.len() as u64 == self.slab),
+            false => state.idle.iter().rposition(same),
         })
     }
 
     /// Whether a registered slab will come, or come back: so that no other is made or taken.
     fn waits_for_registered(&self, state: &RingState, pinned: Pinned) -> bool {
         state.shares.iter().any(|m| m.id == self.id && m.growing)
-            || state.pool(pinned.driver, |len| serves(len, self.slab, self.limit)) >= pinned.enough
+            || state.pool(pinned.kind, |len| serves(len, self.slab, self.limit)) >= pinned.enough
+    }
+
+    /// From now on this load gets slabs that other processes can map, and no others; before that it got private ones. To be
+    /// called before [`pin`](Self::pin), and before the first slab is acquired.
+    ///
+    /// # Errors
+    /// `Unsupported`, `Permission`, `Limit`, `OutOfMemory`, `Io`: the system refuses a first page of such memory, and the slabs
+    /// stay private.
+    pub fn share_slabs(&mut self) -> Result<()> {
+        memory_file::allocate(&memory_file::create(page_size())?, page_size())?;
+        self.shared = true;
+        Ok(())
     }
 
     /// From now on this load is to have slabs that are registered with `driver` (a number above 0): enough for `nbytes`
@@ -523,7 +530,8 @@ impl Share {
     /// then the load continues with plain slabs.
     pub fn pin(&mut self, driver: u64, nbytes: u64) -> Growth {
         let wanted = nbytes.div_ceil(self.slab).max(1).saturating_mul(self.slab);
-        let pinned = Pinned { driver, enough: pool_bytes(self.limit, self.slab).min(wanted) };
+        let kind = SlabKind { driver, shared: self.shared };
+        let pinned = Pinned { kind, enough: pool_bytes(self.limit, self.slab).min(wanted) };
         self.pinned = Some(pinned);
         let mut state = self.ring.lock();
         if let Some(member) = state.member(self.id) {
@@ -541,7 +549,7 @@ impl Share {
             member.peak = member.peak.max(member.held);
             (member.waiting, member.refused) = (false, None);
         }
-        let out = Out { slab: Arc::downgrade(&slab), share: self.id, apart: false, forever: false };
+        let out = Out { slab: Arc::downgrade(&slab), share: self.id, apart: false, forever: false, retired: false };
         state.out.insert(slab.address() as usize, out);
         Lease { ring: self.ring, slab: Some(slab) }
     }
@@ -608,7 +616,7 @@ pub struct Growth {
 impl Growth {
     /// The driver to register with.
     pub(crate) fn driver(&self) -> u64 {
-        self.pinned.driver
+        self.pinned.kind.driver
     }
 
     /// Whether there are fewer registered slabs than the load can use, and growth was not stopped.
@@ -617,7 +625,7 @@ impl Growth {
     }
 
     fn is_wanted_in(&self, state: &RingState) -> bool {
-        let pool = state.pool(self.pinned.driver, |len| serves(len, self.slab, self.limit));
+        let pool = state.pool(self.pinned.kind, |len| serves(len, self.slab, self.limit));
         self.stops == state.stops && pool < self.pinned.enough
     }
 
@@ -626,31 +634,32 @@ impl Growth {
     /// # Errors
     /// `OutOfMemory`.
     pub(crate) fn next(&self) -> Result<Option<Arc<Slab>>> {
+        let kind = self.pinned.kind;
         loop {
             let mut state = self.ring.lock();
             if !self.is_wanted_in(&state) {
                 return Ok(None);
             }
-            let plain = state.idle.iter().rposition(|s| s.is_plain() && s.len() as u64 == self.slab);
-            if let Some(slab) = plain.map(|at| state.idle.remove(at)) {
-                *state.growing(self.pinned.driver) += self.slab;
+            let fits = |s: &Arc<Slab>| s.is_plain() && s.len() as u64 == self.slab && s.is_shared() == kind.shared;
+            if let Some(slab) = state.idle.iter().rposition(fits).map(|at| state.idle.remove(at)) {
+                *state.growing(kind) += self.slab;
                 return Ok(Some(slab));
             }
             if state.has_room(self.slab, self.limit) {
-                state.map(self.slab);
-                *state.growing(self.pinned.driver) += self.slab;
+                state.map(self.slab, kind.shared);
+                *state.growing(kind) += self.slab;
                 drop(state);
-                return match Slab::map(self.slab as usize) {
+                return match Slab::map(self.slab, kind.shared) {
                     Ok(slab) => Ok(Some(Arc::new(slab))),
                     Err(cause) => {
                         let mut state = self.ring.lock();
-                        state.staging.mapped -= self.slab;
-                        *state.growing(self.pinned.driver) -= self.slab;
+                        state.unmap(self.slab, kind.shared);
+                        *state.growing(kind) -= self.slab;
                         Err(cause)
                     }
                 };
             }
-            // Slabs of another size make room.
+            // Slabs of another size or kind make room.
             let Some(victim) = state.idle.iter().position(|s| s.is_plain()) else { return Ok(None) };
             let victim = state.idle.remove(victim);
             drop(state);
@@ -661,7 +670,7 @@ impl Growth {
     /// Puts a slab into the ring that came from [`next`](Self::next), registered or not.
     pub(crate) fn add(&self, slab: Arc<Slab>) {
         let mut state = self.ring.lock();
-        *state.growing(self.pinned.driver) -= self.slab;
+        *state.growing(self.pinned.kind) -= self.slab;
         state.idle.push(slab);
         self.ring.settle(state);
     }
@@ -704,6 +713,14 @@ impl Lease {
     pub fn quarantine(&self) {
         if self.ring.pid == std::process::id() {
             self.ring.quarantine(self.address());
+        }
+    }
+
+    /// The slab is not used again: when the lease is dropped, its registration, its mapping and its file go. Another process
+    /// that reads it keeps the memory until it lets go of its own mapping.
+    pub fn retire(&self) {
+        if self.ring.pid == std::process::id() {
+            self.ring.retire(self.address());
         }
     }
 
@@ -1102,9 +1119,9 @@ mod tests {
     fn slabs_that_are_being_mapped_count_against_the_limit() {
         let ring = ring();
         let share = ring.join(SLAB, 4 * SLAB).unwrap();
-        ring.lock().map(4 * SLAB);
+        ring.lock().map(4 * SLAB, false);
         assert!(share.try_acquire().unwrap().is_none());
-        ring.lock().staging.mapped -= 4 * SLAB;
+        ring.lock().unmap(4 * SLAB, false);
         assert!(share.try_acquire().unwrap().is_some());
     }
 
