@@ -61,7 +61,7 @@ def default_cell(option: dict[str, Any]) -> str:
     """The default of an option as a table shows it: 4 MiB, 120 s, `"auto"`."""
     text = default_text(option)
     match option["form"]:
-        case "Undecided":
+        case "Flag" | "Undecided":
             return f"`{text}`"
         case "Choice" | "SizeOrAuto":
             return f'`"{text}"`'

@@ -24,6 +24,8 @@ pub struct Declared {
     pub scatters: bool,
     /// When the slab of a read that lands in one is taken.
     pub staging: TakesSlab,
+    /// Its bytes come in another process' slab, which it lends, and need none of this process.
+    pub lends_slab: bool,
     /// The lane of a read that this one refuses: it lands in the same place. `None`: such a read has failed.
     pub refused: Option<Lane>,
 }
@@ -32,7 +34,7 @@ impl Declared {
     /// Reads of any length into memory of this process, from a store that answers at once. A read that it refuses has failed.
     pub const fn named(name: &'static str) -> Declared {
         let (lands, staging) = (Lands::Host, TakesSlab::AtRequest);
-        Declared { name, whole_units: false, lands, scatters: true, staging, refused: None }
+        Declared { name, whole_units: false, lands, scatters: true, staging, lends_slab: false, refused: None }
     }
 }
 
@@ -66,8 +68,18 @@ impl Lane {
     /// Bytes that another rank has read and sends.
     pub const RANK: Lane = Lane(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("rank") });
 
+    /// Bytes that another rank of this machine has read into a slab that both of them map: they come with that slab. If ranks
+    /// cannot share it, they are sent.
+    pub const NEIGHBOUR: Lane = Lane::new(&Declared {
+        staging: TakesSlab::AtArrival,
+        scatters: false,
+        lends_slab: true,
+        refused: Some(Lane::RANK),
+        ..Declared::named("neighbour")
+    });
+
     /// The lanes of this crate's own stores, in the order of reports.
-    pub const ALL: [Lane; 5] = [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::RANK];
+    pub const ALL: [Lane; 6] = [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::RANK, Lane::NEIGHBOUR];
 
     /// The lane of a store. A lane that takes its refused reads lands in the same kind of memory, takes slabs at the same time,
     /// and scatters if this one does: a read has its place already.
@@ -268,7 +280,8 @@ pub struct ByRows {
 pub enum InCommon {
     /// This rank reads it and sends it to others.
     Sent(u32),
-    /// Another rank reads it, and sends what this rank wants of it. The extent counts its bytes from 0.
+    /// Another rank reads it. If it sends what this rank wants, the extent counts these bytes from 0. If it lends its slab, the
+    /// extent is the parcel.
     Received {
         /// Its number.
         parcel: u32,
@@ -280,10 +293,18 @@ pub enum InCommon {
 impl Extent {
     /// Bytes that its read brings.
     pub fn bytes_read(&self) -> u64 {
-        self.len - self.rows.map_or(0, |rows| rows.skipped)
+        match self.is_received() {
+            true => self.wanted,
+            false => self.len - self.rows.map_or(0, |rows| rows.skipped),
+        }
     }
 
-    /// Another rank reads and sends it.
+    /// It needs a slab of this process.
+    pub(crate) fn takes_slab(&self) -> bool {
+        self.landing == Landing::Slab && !self.lane.lends_slab
+    }
+
+    /// Another rank reads it.
     pub fn is_received(&self) -> bool {
         matches!(self.shared, Some(InCommon::Received { .. }))
     }

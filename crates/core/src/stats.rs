@@ -123,9 +123,11 @@ impl Unwanted {
 pub struct ExchangeReport {
     /// How many ranks, this one included.
     pub ranks: usize,
-    /// Bytes that this rank has read and sent: those that two others want count twice.
+    /// Bytes that this rank has read and other ranks have got: those that two others want count twice.
     pub sent: u64,
-    /// Wanted bytes that others have read and sent.
+    /// The part of it that ranks of this machine have taken out of this rank's slabs. The rest went through sockets.
+    pub lent: u64,
+    /// Wanted bytes that others have read, and sent or lent.
     pub received: u64,
     /// The result of the trial: seconds for a megabyte (1e6 bytes) that several ranks want, read by each of these, and
     /// read by one and sent. `None` if they did not try.

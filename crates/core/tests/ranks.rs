@@ -209,9 +209,9 @@ fn sharded(checkpoint: &Checkpoint, rank: u64, ranks: u64) -> Vec<Want> {
     (0..checkpoint.len() as u32).map(want).collect()
 }
 
-/// Bytes that this rank has read itself. What others have sent has a lane of its own, and the report says so twice.
+/// Bytes that this rank has read itself. What others have sent or lent has lanes of its own, and the report says so twice.
 fn bytes_read(report: &Report) -> u64 {
-    let received = report.routes.of(Lane::RANK).bytes;
+    let received = report.routes.of(Lane::RANK).bytes + report.routes.of(Lane::NEIGHBOUR).bytes;
     assert_eq!(received, report.exchange.map_or(0, |exchange| exchange.received));
     report.routes.sum().bytes - received
 }

@@ -117,6 +117,7 @@ impl Options {
             let is_text = value.is_instance_of::<PyString>();
             let text = match text_of(row.form, &value) {
                 Ok(_) if is_text && row.form == Form::Undecided => return Err(wrong("True, False or None")),
+                Ok(_) if is_text && row.form == Form::Flag => return Err(wrong("True or False")),
                 Ok(_) if is_text && row.form == Form::Seconds => return Err(wrong("a number of seconds")),
                 Ok(text) => text,
                 Err(_) if row.form == Form::File && value.extract::<PathBuf>().is_ok() => {

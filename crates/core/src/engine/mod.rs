@@ -250,6 +250,15 @@ impl<S> Engine<S> {
         }
     }
 
+    /// The read behind this ticket, whose end comes next, has brought its bytes in a slab of its own.
+    pub(crate) fn brought(&mut self, ticket: Ticket, slab: S) {
+        let i = ticket.0 as usize;
+        if self.stages.get(i) == Some(&Stage::Requested) {
+            self.slabs[i] = Some(slab);
+            self.stages[i] = Stage::Reading;
+        }
+    }
+
     /// The next action, or `None` until something happens or the [`deadline`](Self::deadline) passes. Copies come
     /// first: they free slabs.
     pub(crate) fn next(&mut self, now: Nanos, ring: &mut impl Slabs<Slab = S>) -> Option<Action> {

@@ -14,7 +14,7 @@ use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Where};
 use crate::plan::schedule::Schedule;
 use crate::source::{Destination, Read};
-use crate::staging::Lease;
+use crate::staged::Staged;
 use crate::store::Storage;
 use crate::way::Routing;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ impl BlockMemory {
     }
 
     /// Where the read of an extent lands. `slab` is the one that it holds, if it holds one.
-    pub(super) fn destination(&self, extent: u32, slab: Option<&Arc<Lease>>) -> Result<Destination> {
+    pub(super) fn destination(&self, extent: u32, slab: Option<&Arc<Staged>>) -> Result<Destination> {
         if slab.is_some_and(|slab| self.schedule.extents[extent as usize].len > slab.len() as u64) {
             return Err(internal("an extent that is longer than its slab"));
         }
@@ -192,7 +192,7 @@ impl BlockMemory {
     }
 
     /// The read of an extent.
-    pub(super) fn read(&self, extent: u32, slab: Option<&Arc<Lease>>) -> Result<Read> {
+    pub(super) fn read(&self, extent: u32, slab: Option<&Arc<Staged>>) -> Result<Read> {
         let e = &self.schedule.extents[extent as usize];
         let into = self.destination(extent, slab)?;
         let keep: Keep = match (e.landing, slab) {
@@ -210,12 +210,12 @@ impl BlockMemory {
     }
 
     /// The copies of an extent out of its slab.
-    pub(super) fn batch(&self, extent: u32, slab: &Arc<Lease>) -> Result<Batch> {
+    pub(super) fn batch(&self, extent: u32, slab: &Arc<Staged>) -> Result<Batch> {
         let copies = self.addresses(extent).copies(slab.address())?;
         let strided = self.addresses(extent).strided(slab.address())?;
         self.prepare(extent)?;
         let keep = self.keep_blocks(extent, Some(slab.clone()))?;
-        Ok(Batch { ticket: ticket(extent), slab: (slab.address(), slab.len()), copies, strided, keep })
+        Ok(Batch { ticket: ticket(extent), slab: slab.slab(), copies, strided, keep })
     }
 
     /// The last step of this extent is about to write to its blocks.
@@ -226,7 +226,7 @@ impl BlockMemory {
     }
 
     /// Keeps the memory of all blocks that the extent fills, and the slab.
-    fn keep_blocks(&self, extent: u32, slab: Option<Arc<Lease>>) -> Result<Keep> {
+    fn keep_blocks(&self, extent: u32, slab: Option<Arc<Staged>>) -> Result<Keep> {
         let addresses = self.addresses(extent);
         let mut keeps = addresses.blocks().map(|b| Ok(self.block(b)?.keep())).collect::<Result<Vec<Keep>>>()?;
         keeps.extend(slab.map(|slab| slab as Keep));

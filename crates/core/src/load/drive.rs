@@ -9,16 +9,14 @@ use super::transport::Transport;
 use crate::device::{Copied, Fence};
 use crate::engine::{nanos, Action, Engine, Event, Nanos, Ready};
 use crate::error::Result;
-use crate::extent::Ticket;
 use crate::machine::thread_cpu;
 use crate::peers::Peers;
 use crate::source::{Done, Progress};
-use crate::staging::Lease;
+use crate::staged::Staged;
 use crate::store::{CacheFill, DiskUse};
 use crate::sync::lock;
 use crate::threads::{guarded, of_panic, step};
 use crate::way::{Chosen, Cold, Routing, Through};
-use std::collections::HashMap;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,7 +28,7 @@ const ALLOCATIONS_PER_ROUND: usize = 4;
 pub(super) struct Driver {
     pub(super) owner: OwnerLink,
     pub(super) files: LoadFiles,
-    pub(super) engine: Engine<Arc<Lease>>,
+    pub(super) engine: Engine<Arc<Staged>>,
     pub(super) transport: Transport,
     pub(super) memory: BlockMemory,
     /// Set if the engine thread allocates the GPU blocks itself.
@@ -53,8 +51,6 @@ pub(super) struct CacheUse {
 
 /// The other ranks of a load.
 pub(super) struct Ranks {
-    /// How many bytes they get of each extent that is sent.
-    pub(super) sends: HashMap<Ticket, u64>,
     /// The trial with them, if there is one.
     pub(super) trial: Option<ExchangeTrial>,
     pub(super) peers: Peers,
@@ -126,8 +122,10 @@ impl Driver {
         self.finish_cache(outcome.is_ok());
         let report = &mut self.journal.report;
         report.engine_cpu_seconds = engine.as_secs_f64();
-        if let Some(trial) = self.ranks.as_ref().and_then(|ranks| ranks.trial.as_ref()) {
-            trial.tell(report);
+        if let Some(ranks) = &self.ranks {
+            ranks.trial.iter().for_each(|trial| trial.tell(report));
+            let (exchange, traffic) = (report.exchange.get_or_insert_default(), ranks.peers.traffic());
+            (exchange.sent, exchange.lent) = (traffic.sent + traffic.lent, traffic.lent);
         }
         report.waits = self.journal.tally.waits();
         report.first_touch_bytes = touches.left;
@@ -234,6 +232,9 @@ impl Driver {
     fn has_read(&mut self, done: Done) -> Event {
         let e = self.memory.extent(done.ticket);
         e.into_iter().for_each(|e| self.journal.has_read(&done, e));
+        if let Some(borrowed) = self.ranks.as_ref().and_then(|ranks| ranks.peers.borrowed(done.ticket)) {
+            self.engine.brought(done.ticket, Arc::new(Staged::Borrowed(borrowed)));
+        }
         let result = done.result.map_err(|error| self.files.located(error, e));
         Event::ReadDone(done.ticket, result, done.written)
     }
@@ -241,9 +242,6 @@ impl Driver {
     fn has_copied(&mut self, Copied { ticket, result, begun }: Copied) -> Event {
         let e = self.memory.extent(ticket);
         e.into_iter().for_each(|e| self.journal.has_copied(ticket, e));
-        if let (Ok(()), Some(ranks), Some(exchange)) = (&result, &self.ranks, &mut self.journal.report.exchange) {
-            exchange.sent += ranks.sends.get(&ticket).unwrap_or(&0);
-        }
         Event::CopyDone(ticket, result.map_err(|error| self.files.located(error, e)), begun)
     }
 
@@ -367,7 +365,7 @@ impl Driver {
         self.transport.device.as_mut().ok_or_else(|| internal("a slab landing without a device"))?.copy(batch)
     }
 
-    fn slab(&self, extent: u32) -> Result<&Arc<Lease>> {
+    fn slab(&self, extent: u32) -> Result<&Arc<Staged>> {
         self.engine.slab(extent).ok_or_else(|| internal("an extent without its slab"))
     }
 

@@ -9,6 +9,7 @@ use crate::plan::request::Request;
 use crate::plan::schedule::Schedule;
 use crate::plan::shares::{DensePart, Shares};
 use crate::source::LaneSource;
+use crate::staging::Ring;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -20,6 +21,8 @@ pub(super) struct RankExchange {
     pub(super) members: usize,
     pub(super) shares: Arc<Shares>,
     pub(super) peers: Peers,
+    /// By rank: whether it shares slabs with this one, as far as is known before the load.
+    pub(super) near: Vec<bool>,
 }
 
 /// Parcels from other ranks.
@@ -46,8 +49,15 @@ impl RankExchange {
             let (nbytes, rows) = rows(&theirs, &checkpoint, parcel, rank);
             (nbytes, Box::new(rows))
         };
-        let peers = Peers::start(mesh, Box::new(rows), request.options.peer_timeout, request.options.join_timeout)?;
-        Ok(RankExchange { rank, hosts, members, shares, peers })
+        let options = &request.options;
+        let sharing = match options.shared_slabs {
+            true => Ring::can_share().map_err(|e| e.to_string()),
+            false => Err(String::new()),
+        };
+        let shares_slabs = |host: &String| sharing.is_ok() && *host == hosts[rank as usize];
+        let near = hosts.iter().map(shares_slabs).collect();
+        let peers = Peers::start(mesh, Box::new(rows), (options.peer_timeout, options.join_timeout), sharing)?;
+        Ok(RankExchange { rank, hosts, members, shares, peers, near })
     }
 
     /// How many of the ranks are on this one's machine, itself included.
@@ -68,30 +78,26 @@ impl RankExchange {
                 found.in_slabs |= e.landing == Landing::Slab;
             }
         }
-        (LaneSource { lanes: vec![Lane::RANK], source: self.peers.source(parcels.into()) }, found)
+        (LaneSource { lanes: vec![Lane::RANK, Lane::NEIGHBOUR], source: self.peers.source(parcels.into()) }, found)
     }
 
-    /// The device, which now sends what other ranks want too; and how many bytes that are, for each extent.
-    pub(super) fn device(
-        &self,
-        inner: Box<dyn Device>,
-        schedule: &Schedule,
-        checkpoint: &Checkpoint,
-    ) -> Result<(Box<dyn Device>, HashMap<Ticket, u64>)> {
-        let (mut sends, mut bytes) = (HashMap::new(), HashMap::new());
+    /// Other ranks may read what this one has read for them out of its slabs.
+    pub(super) fn lends(&self, schedule: &Schedule) -> bool {
+        let near = |rank: &u32| *rank != self.rank && self.near[*rank as usize];
+        let lends = |number: u32| self.shares.audience(&self.shares.parcels()[number as usize]).iter().any(near);
+        schedule.extents.iter().any(|e| matches!(e.shared, Some(InCommon::Sent(number)) if lends(number)))
+    }
+
+    /// The device, which now gives other ranks what they want too.
+    pub(super) fn device(&self, inner: Box<dyn Device>, schedule: &Schedule) -> Result<Box<dyn Device>> {
+        let mut sends = HashMap::new();
         for (ticket, e) in (0..).map(Ticket).zip(&schedule.extents) {
             let Some(InCommon::Sent(number)) = e.shared else { continue };
             let parcel = &self.shares.parcels()[number as usize];
             let others = self.shares.audience(parcel).iter().copied().filter(|rank| *rank != self.rank);
-            let others: Vec<u32> = others.collect();
-            let wanted = |rank: &u32| {
-                let parts = self.shares.parts(checkpoint, *rank, parcel);
-                parts.map(|part| part.dense.end - part.dense.start).sum::<u64>()
-            };
-            bytes.insert(ticket, others.iter().map(wanted).sum());
-            sends.insert(ticket, (number, e.offset, others));
+            sends.insert(ticket, (number, e.offset, others.collect()));
         }
-        Ok((self.peers.device(inner, sends)?, bytes))
+        self.peers.device(inner, sends)
     }
 }
 

@@ -51,10 +51,12 @@ impl Journal {
     pub(super) fn has_read(&mut self, done: &Done, e: &Extent) {
         let &Done { ticket, lane, .. } = done;
         if let Ok(bytes) = &done.result {
+            let skipped = e.rows.map_or(0, |rows| rows.skipped);
+            let bytes = if e.is_received() { e.wanted } else { bytes.saturating_sub(skipped) };
             if e.is_received() {
                 self.report.exchange.get_or_insert_default().received += bytes;
             }
-            self.report.routes.count(lane, bytes.saturating_sub(e.rows.map_or(0, |rows| rows.skipped)));
+            self.report.routes.count(lane, bytes);
             self.report.rerouted_extents += u64::from(e.lane != lane);
         }
         self.note(|record| {

@@ -37,7 +37,6 @@ use crate::sync::{Builder, JoinHandle, Mutex};
 use crate::timeline::Timeline;
 use crate::way::{Cold, Routing};
 use serde_json::json;
-use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Copy workers by default: more do not use the memory bus any better.
@@ -186,17 +185,17 @@ fn assemble(
     (0..).zip(&blocks).filter(|b| b.1.is_some()).for_each(|(block, _)| engine.on(0, Event::Granted(block)));
     plan.report.plan_seconds = began.seconds();
 
-    let (mut device, mut sends, mut trial) = (device, HashMap::new(), None);
+    let (mut device, mut trial) = (device, None);
     if let Some(exchange) = exchange {
         if let Some(inner) = device.take() {
-            let (decorated, bytes) = exchange.device(inner, &schedule, &checkpoint)?;
-            (device, sends) = (Some(decorated), bytes);
+            device = Some(exchange.device(inner, &schedule)?);
         }
         let (ranks, reason) = (exchange.members, untried(options.exchange));
         plan.report.exchange = Some(ExchangeReport { ranks, exchanged: true, reason, ..ExchangeReport::default() });
         trial = ExchangeTrial::begin(&exchange.shares, &schedule, plan.unwanted, &mut engine);
     }
-    let ring = ring(device.as_mut(), &schedule, plan.slab, staging)?;
+    let lends = exchange.as_ref().is_some_and(|exchange| exchange.lends(&schedule));
+    let ring = ring(device.as_mut(), &schedule, plan.slab, staging, lends)?;
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
     let (may_hang, stall, extents) = (files.may_hang(), options.stall_timeout, schedule.extents.len());
     let chosen = (routing.cold == Cold::Try).then_some(asked.chosen);
@@ -209,7 +208,7 @@ fn assemble(
         gpu,
         journal: Journal::new(plan.report, began, timeline.clone(), extents),
         cache: CacheUse { routing: routing.clone(), chosen, _disk: disk },
-        ranks: exchange.take().map(|exchange| Ranks { sends, trial, peers: exchange.peers }),
+        ranks: exchange.take().map(|exchange| Ranks { trial, peers: exchange.peers }),
     };
     // Its own, which holds no descriptor after the load has ended.
     let is_mapped = stream && routing.ways.iter().any(|way| way.is_mapped());
@@ -271,13 +270,22 @@ fn bounds(routing: &Routing, options: &Options, stream: bool, received: Option<R
     Bounds { depth: routing.depth, requests, window, sent, stall: nanos(options.stall_timeout) }
 }
 
-/// The load's place in the ring of slabs. The device may register some of them.
-fn ring(device: Option<&mut Box<dyn Device>>, schedule: &Schedule, slab: u64, staging: u64) -> Result<Share> {
+/// The load's place in the ring of slabs. The device may register some of them. Slabs that are lent are shared memory.
+fn ring(
+    device: Option<&mut Box<dyn Device>>,
+    schedule: &Schedule,
+    slab: u64,
+    staging: u64,
+    lends: bool,
+) -> Result<Share> {
     let mut ring = Ring::process().join(slab, staging)?;
+    if lends {
+        ring.share_slabs()?;
+    }
     if let Some(device) = device {
         // A parcel holds its slab until other ranks have taken it.
         let bytes = |e: &Extent| if e.shared.is_some() { slab } else { e.len };
-        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(bytes).sum());
+        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.takes_slab()).map(bytes).sum());
     }
     Ok(ring)
 }
@@ -290,9 +298,14 @@ fn plan(
     exchange: Option<&RankExchange>,
     go_on: impl FnMut() -> bool,
 ) -> Result<(Request, Planned)> {
-    let ranks = exchange.map(|exchange| (exchange.shares.clone(), exchange.rank));
+    let ranks = exchange.map(|exchange| (exchange.shares.clone(), exchange.rank, exchange.near.clone()));
     let planned = move |request: Request, files: &Storage| {
-        let ranks = ranks.as_ref().map(|(shares, rank)| RankShares { shares, rank: *rank, sections: sections(shares) });
+        let ranks = ranks.as_ref().map(|(shares, rank, near)| RankShares {
+            shares,
+            rank: *rank,
+            near,
+            sections: sections(shares),
+        });
         Planned::new(&request, files, ranks.as_ref()).map(|plan| (request, plan))
     };
     if files.are_known_local() {

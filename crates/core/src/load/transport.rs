@@ -4,7 +4,8 @@ use crate::device::{Copied, Device, Fence};
 use crate::engine::Slabs;
 use crate::error::Result;
 use crate::source::{wait_readable, Progress, Read, Source};
-use crate::staging::{Lease, Share};
+use crate::staged::Staged;
+use crate::staging::Share;
 use crate::stats::Report;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -49,10 +50,10 @@ impl Transport {
 }
 
 impl Slabs for Share {
-    type Slab = Arc<Lease>;
-    fn acquire(&mut self) -> Result<Option<Arc<Lease>>> {
+    type Slab = Arc<Staged>;
+    fn acquire(&mut self) -> Result<Option<Arc<Staged>>> {
         // Clear first, then look: a slab that becomes free after the look notifies again.
         self.clear();
-        Ok(self.try_acquire()?.map(Arc::new))
+        Ok(self.try_acquire()?.map(|lease| Arc::new(Staged::Leased(lease))))
     }
 }

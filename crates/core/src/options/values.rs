@@ -96,6 +96,8 @@ macro_rules! values {
     )* };
 }
 values! {
+    bool: Flag, "BOOL",
+        |text: &str| undecided(text)?.ok_or_else(|| "must be true or false".to_owned()), |yes| Shown::Flag(Some(*yes));
     Option<bool>: Undecided, "BOOL", undecided, |yes| Shown::Flag(*yes);
     u64: Size, "SIZE", size, |bytes| Shown::Whole(*bytes);
     Option<u64>: SizeOrAuto, "SIZE", size_or_auto, |bytes| bytes.map_or(Shown::Text("auto".into()), Shown::Whole);

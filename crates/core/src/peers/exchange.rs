@@ -3,14 +3,16 @@
 use super::calls::{later, Spans};
 use super::device::Sending;
 use super::mesh::{Mesh, Pair};
+use super::neighbours::{Introduction, Neighbours, News, Offered};
 use super::pulse::{ALIVE, WORD};
-use super::shared::{Outbound, Over, PeersShared, PeersState, Placed, STEPS};
+use super::shared::{Outbound, Over, PeerTraffic, PeersShared, PeersState, Placed, STEPS};
 use super::source::Receiving;
 use super::watch::{Heard, PeerWatch};
 use crate::device::{Copied, Device};
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::Ticket;
+use crate::extent::{Lane, Ticket};
 use crate::source::{Destination, Done, Progress, Read, Source};
+use crate::staged::Borrowed;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
 use crate::wake::Wake;
@@ -34,6 +36,10 @@ const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
 /// How long a step took it: one byte for the step, eight for nanoseconds.
 const TOOK: u8 = 3;
+/// Whether it shares slabs, and where ([`Introduction`]).
+const INTRODUCES: u8 = 4;
+/// It shares no slabs with the rank that hears this: why.
+const FAR: u8 = 5;
 /// No rank says this.
 const GARBLED: u8 = u8::MAX;
 /// The longest text, in bytes. A longer one is cut off.
@@ -56,8 +62,13 @@ pub(crate) struct Peers {
 
 impl Peers {
     /// Begins to serve the connections. `silence`: a rank that says nothing for so long is dead; `patience`: how long its first
-    /// word may take.
-    pub(crate) fn start(mesh: Mesh, rows: RowsOf, silence: Duration, patience: Duration) -> Result<Peers> {
+    /// word may take. `sharing`: an error says why this rank shares no slabs with others of its machine (empty: by its options).
+    pub(crate) fn start(
+        mesh: Mesh,
+        rows: RowsOf,
+        (silence, patience): (Duration, Duration),
+        sharing: Result<(), String>,
+    ) -> Result<Peers> {
         let shared = Arc::new(PeersShared {
             state: Mutex::new(PeersState::default()),
             changed: Condvar::new(),
@@ -66,7 +77,7 @@ impl Peers {
             copies: Wake::new()?,
         });
         let (rank, others) = (mesh.rank, mesh.members() - 1);
-        let serving = Serving::new(mesh, rows, (silence, patience), shared.clone());
+        let serving = Serving::new(mesh, rows, (silence, patience), sharing, shared.clone());
         let thread = Builder::new().name("penstock-peers".to_owned()).spawn(move || serving.run());
         let thread = thread.map_err(|e| Error::io("start a thread", &e))?;
         Ok(Peers { rank, others, shared, thread: Mutex::new(Some(thread)) })
@@ -85,6 +96,16 @@ impl Peers {
         sends: HashMap<Ticket, (u32, u64, Vec<u32>)>,
     ) -> Result<Box<dyn Device>> {
         Ok(Box::new(Sending::new(self.shared.clone(), inner, sends)?))
+    }
+
+    /// The slab of a read that has ended in one of another rank.
+    pub(crate) fn borrowed(&self, ticket: Ticket) -> Option<Borrowed> {
+        lock(&self.shared.state).borrowed.remove(&ticket)
+    }
+
+    /// The bytes that other ranks have got so far.
+    pub(crate) fn traffic(&self) -> PeerTraffic {
+        lock(&self.shared.state).traffic
     }
 
     /// Tells the others that this rank's load has failed.
@@ -169,7 +190,7 @@ struct Peer {
 
 /// A parcel on its way to one rank.
 struct Outgoing {
-    ticket: Ticket,
+    parcel: u32,
     /// The memory of its first place.
     _header: Box<[u8; HEADER]>,
     places: Spans,
@@ -181,8 +202,22 @@ struct Awaited {
     read: Read,
     /// Set when it has a place.
     places: Option<Spans>,
-    left: u64,
+    /// Bytes still to come through the socket; `None` until the first of them.
+    left: Option<u64>,
     arrived: bool,
+}
+
+/// An address in memory that its owner keeps.
+#[derive(Clone, Copy)]
+struct Address(*mut u8);
+
+// SAFETY: it is used only while the owner keeps the memory (`Read::keep`, `Batch::keep`).
+unsafe impl Send for Address {}
+
+impl Address {
+    fn plus(self, bytes: u64) -> *mut u8 {
+        self.0.wrapping_add(bytes as usize)
+    }
 }
 
 struct Serving {
@@ -191,12 +226,13 @@ struct Serving {
     watch: PeerWatch,
     rows: RowsOf,
     shared: Arc<PeersShared>,
+    rank: u32,
+    neighbours: Neighbours,
     /// Parcels whose sending has to be prepared.
     unsent: VecDeque<Outbound>,
     awaited: HashMap<u32, Awaited>,
     parcel_of: HashMap<Ticket, u32>,
-    /// For each parcel that is being sent: to how many ranks still.
-    sending: HashMap<Ticket, usize>,
+    news: Vec<News>,
     events: Vec<Progress>,
     copied: Vec<Copied>,
     failure: Option<Error>,
@@ -204,7 +240,13 @@ struct Serving {
 }
 
 impl Serving {
-    fn new(mesh: Mesh, rows: RowsOf, (silence, patience): (Duration, Duration), shared: Arc<PeersShared>) -> Serving {
+    fn new(
+        mesh: Mesh,
+        rows: RowsOf,
+        (silence, patience): (Duration, Duration),
+        sharing: Result<(), String>,
+        shared: Arc<PeersShared>,
+    ) -> Serving {
         let now = Instant::now();
         let (mut peers, mut others) = (Vec::new(), Vec::new());
         for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts) {
@@ -213,15 +255,18 @@ impl Serving {
             peers.push(Peer { rank, link, out, header: [0; HEADER], have: 0, heard, said });
             others.push((rank, host));
         }
+        let numbers = peers.iter().map(|peer| peer.rank).collect();
         Serving {
             peers,
+            rank: mesh.rank,
+            neighbours: Neighbours::new(mesh.rank, numbers, sharing),
             watch: PeerWatch::new(mesh.rank, others, (silence, patience), now),
             rows,
             shared,
             unsent: VecDeque::new(),
             awaited: HashMap::new(),
             parcel_of: HashMap::new(),
-            sending: HashMap::new(),
+            news: Vec::new(),
             events: Vec::new(),
             copied: Vec::new(),
             failure: None,
@@ -233,6 +278,8 @@ impl Serving {
         let shared = self.shared.clone();
         let outcome = guarded("penstock-peers", || {
             self.say_all(ALIVE, &[]);
+            let introduction = self.neighbours.introduction().bytes();
+            self.say_all(INTRODUCES, &introduction);
             while self.turn() {
                 step("penstock-peers");
             }
@@ -260,6 +307,9 @@ impl Serving {
             self.say_all(COMPLETE, &[]);
         }
         let planned = self.wait();
+        if self.failure.is_none() {
+            self.neighbours.serve(&mut self.news);
+        }
         for at in 0..self.peers.len() {
             self.hear(at);
             if self.failure.is_none() && !self.watch.is_broken(at) {
@@ -267,6 +317,7 @@ impl Serving {
                 self.send(at);
             }
         }
+        self.take_news();
         self.look(planned);
         let parted = self.watch.all_complete() && self.peers.iter().all(|peer| peer.said.is_empty());
         self.tell();
@@ -285,7 +336,7 @@ impl Serving {
         let mut state = lock(&shared.state);
         let (reads, landed) = (std::mem::take(&mut state.reads), std::mem::take(&mut state.landed));
         let (sends, cancelled) = (std::mem::take(&mut state.sends), std::mem::take(&mut state.cancelled));
-        let took = std::mem::take(&mut state.took);
+        let (took, returned) = (std::mem::take(&mut state.took), std::mem::take(&mut state.returned));
         let over = state.over.clone();
         drop(state);
         for (step, nanoseconds) in took {
@@ -293,18 +344,31 @@ impl Serving {
             said.extend(nanoseconds.to_le_bytes());
             self.say_all(TOOK, &said);
         }
+        for (parcel, again) in returned {
+            self.neighbours.returns(parcel, again, &mut self.news);
+        }
         for (parcel, mut read) in reads {
             let places = places(std::mem::replace(&mut read.into, Destination::OnArrival), read.len);
             self.parcel_of.insert(read.ticket, parcel);
-            let left = read.len;
-            self.awaited.insert(parcel, Awaited { read, places, left, arrived: false });
+            let lent = read.lane == Lane::NEIGHBOUR;
+            self.awaited.insert(parcel, Awaited { read, places, left: None, arrived: false });
+            if let Some(offered) = self.neighbours.awaits(parcel).filter(|_| lent) {
+                self.borrow(parcel, offered);
+            }
         }
         for Placed { ticket, into, keep } in landed {
-            let parcel = self.parcel_of.get(&ticket);
-            if let Some(awaited) = parcel.and_then(|parcel| self.awaited.get_mut(parcel)) {
-                awaited.places = places(into, awaited.read.len);
-                awaited.read.keep = keep;
-            }
+            let Some(&parcel) = self.parcel_of.get(&ticket) else { continue };
+            let Some(awaited) = self.awaited.get_mut(&parcel) else { continue };
+            awaited.read.keep = keep;
+            awaited.places = match (into, awaited.read.lane == Lane::NEIGHBOUR) {
+                // Its rows lie in the slab as in the file.
+                (Destination::Memory(at), true) => {
+                    let (begins, rows) = (awaited.read.offset, (self.rows)(parcel, self.rank).1);
+                    let at = Address(at);
+                    Some(Spans::new(rows.map(move |(from, len)| (at.plus(from - begins), len as usize))))
+                }
+                (into, _) => places(into, awaited.read.len),
+            };
         }
         self.unsent.extend(sends);
         // A few at a time: nobody may wait for a word meanwhile.
@@ -312,6 +376,7 @@ impl Serving {
             let Some(send) = self.unsent.pop_front() else { break };
             self.queue(send);
         }
+        self.take_news();
         if cancelled {
             self.give_up();
         }
@@ -323,28 +388,91 @@ impl Serving {
             self.copied.push(Copied { ticket: send.ticket, result: Err(failure.clone()), begun: Vec::new() });
             return;
         }
-        let mut count = 0;
-        for &rank in &send.to {
-            let Some(at) = self.watch.number_of(rank) else { continue };
-            let (nbytes, rows) = (self.rows)(send.parcel, rank);
-            if nbytes == 0 {
-                continue;
+        let mut to = Vec::new();
+        for at in send.to.iter().filter_map(|rank| self.watch.number_of(*rank)) {
+            if self.wanted(send.parcel, at) > 0 {
+                to.push(at);
             }
-            let mut header = Box::new([0; HEADER]);
-            header[..4].copy_from_slice(&send.parcel.to_le_bytes());
-            header[8..].copy_from_slice(&nbytes.to_le_bytes());
-            let first = (header.as_mut_ptr(), HEADER);
-            let (slab, offset) = (send.at, send.offset);
-            let rows = rows.map(move |(at, len)| (slab.wrapping_add((at - offset) as usize), len as usize));
-            let places = Spans::new(std::iter::once(first).chain(rows));
-            let (ticket, _keep) = (send.ticket, send.keep.clone());
-            self.peers[at].out.push_back(Outgoing { ticket, _header: header, places, _keep });
-            count += 1;
         }
-        match count {
-            0 => self.copied.push(Copied { ticket: send.ticket, result: Ok(()), begun: Vec::new() }),
-            _ => drop(self.sending.insert(send.ticket, count)),
+        match to[..] {
+            [] => self.copied.push(Copied { ticket: send.ticket, result: Ok(()), begun: Vec::new() }),
+            _ => self.neighbours.lend(send, &to, &mut self.news),
         }
+    }
+
+    /// The bytes that another rank wants of a parcel.
+    fn wanted(&self, parcel: u32, at: usize) -> u64 {
+        (self.rows)(parcel, self.peers[at].rank).0
+    }
+
+    /// Has a parcel sent to a rank through its socket.
+    fn post(&mut self, parcel: u32, at: usize) {
+        let Some(Outbound { at: slab, offset, keep, .. }) = self.neighbours.lent(parcel) else { return };
+        let (slab, offset, keep) = (Address(*slab), *offset, keep.clone());
+        let (nbytes, rows) = (self.rows)(parcel, self.peers[at].rank);
+        let mut header = Box::new([0; HEADER]);
+        header[..4].copy_from_slice(&parcel.to_le_bytes());
+        header[8..].copy_from_slice(&nbytes.to_le_bytes());
+        let first = (header.as_mut_ptr(), HEADER);
+        let rows = rows.map(move |(at, len)| (slab.plus(at - offset), len as usize));
+        let places = Spans::new(std::iter::once(first).chain(rows));
+        self.peers[at].out.push_back(Outgoing { parcel, _header: header, places, _keep: keep });
+    }
+
+    /// Does what has come up between neighbours.
+    fn take_news(&mut self) {
+        if self.news.is_empty() {
+            return;
+        }
+        let mut traffic = PeerTraffic::default();
+        for news in std::mem::take(&mut self.news) {
+            match news {
+                News::Free(ticket) => self.copied.push(Copied { ticket, result: Ok(()), begun: Vec::new() }),
+                _ if self.failure.is_some() => {}
+                News::Comes { from, parcel, offered } => {
+                    self.on(from, Heard::Parcel);
+                    self.borrow(parcel, offered);
+                }
+                News::Send { to, parcel } => {
+                    traffic.sent += self.wanted(parcel, to);
+                    self.post(parcel, to);
+                }
+                News::Taken { by, parcel } => traffic.lent += self.wanted(parcel, by),
+                News::Far { to, why } => self.say(to, FAR, why.as_bytes()),
+                News::Broken { from, why } => self.on(from, Heard::Broken(why)),
+                News::Breach { from, breach } => {
+                    let text = format!("rank {}: {breach}; please report this", self.peers[from].rank);
+                    self.set_failure(Error::new(ErrorKind::Internal, text));
+                }
+            }
+        }
+        let mut state = lock(&self.shared.state);
+        state.traffic.sent += traffic.sent;
+        state.traffic.lent += traffic.lent;
+        state.fallbacks.extend(self.neighbours.take_fallbacks());
+    }
+
+    /// A parcel has come in another rank's slab.
+    fn borrow(&mut self, parcel: u32, Offered { slab, begins }: Offered) {
+        let Some(Awaited { read, .. }) = self.awaited.remove(&parcel) else { return };
+        let ends = begins.saturating_add(slab.len() as u64);
+        if read.offset < begins || read.offset.saturating_add(read.len) > ends {
+            let text = format!("parcel {parcel} does not lie in the slab that another rank lends; please report this");
+            self.awaited.insert(parcel, Awaited { read, places: None, left: None, arrived: false });
+            return self.set_failure(Error::new(ErrorKind::Internal, text));
+        }
+        self.parcel_of.remove(&read.ticket);
+        let shared = Arc::downgrade(&self.shared);
+        let borrowed = Borrowed::new(slab, (read.offset - begins) as usize, move |_slab| {
+            // After the load nobody waits for it: its lender has given the slab up.
+            if let Some(shared) = shared.upgrade() {
+                lock(&shared.state).returned.push((parcel, true));
+                shared.orders.notify();
+            }
+        });
+        lock(&self.shared.state).borrowed.insert(read.ticket, borrowed);
+        let done = Done { ticket: read.ticket, result: Ok(read.len), lane: read.lane, written: read.len };
+        self.events.push(Progress::Done(done));
     }
 
     /// Waits until there is something to do. Returns when it was to end at the latest.
@@ -366,6 +494,9 @@ impl Serving {
             if send | receive != 0 {
                 polled.push(libc::pollfd { fd: peer.link.data.as_raw_fd(), events: send | receive, revents: 0 });
             }
+        }
+        if !quiet {
+            polled.extend(self.neighbours.polled().map(|(fd, events)| libc::pollfd { fd, events, revents: 0 }));
         }
         polled.retain(|fd| fd.events != 0);
         let milliseconds = pause.as_micros().div_ceil(1000) as i32;
@@ -407,6 +538,7 @@ impl Serving {
             heard.push(Heard::Speech);
         }
         let (mut garbled, mut took) = (false, Vec::new());
+        let neighbours = &mut self.neighbours;
         while let Some((kind, text)) = word(&mut peer.heard) {
             match kind {
                 ALIVE => {}
@@ -422,6 +554,11 @@ impl Serving {
                     }
                     _ => garbled = true,
                 },
+                INTRODUCES => match Introduction::parse(&text) {
+                    Some(theirs) => neighbours.introduced(at, theirs, &mut self.news),
+                    None => garbled = true,
+                },
+                FAR => neighbours.is_far(at, String::from_utf8_lossy(&text).into_owned(), &mut self.news),
                 _ => garbled = true,
             }
         }
@@ -464,15 +601,17 @@ impl Serving {
     }
 
     fn say_all(&mut self, kind: u8, text: &[u8]) {
+        (0..self.peers.len()).for_each(|at| self.say(at, kind, text));
+    }
+
+    fn say(&mut self, at: usize, kind: u8, text: &[u8]) {
         let text = &text[..text.len().min(TEXT)];
-        for at in 0..self.peers.len() {
-            let peer = &mut self.peers[at];
-            peer.said.push(kind);
-            peer.said.extend((text.len() as u32).to_le_bytes());
-            peer.said.extend(text);
-            self.watch.said(Instant::now(), at);
-            self.speak(at);
-        }
+        let peer = &mut self.peers[at];
+        peer.said.push(kind);
+        peer.said.extend((text.len() as u32).to_le_bytes());
+        peer.said.extend(text);
+        self.watch.said(Instant::now(), at);
+        self.speak(at);
     }
 
     fn receive(&mut self, at: usize) {
@@ -484,16 +623,22 @@ impl Serving {
                 // SAFETY: the rest of the header.
                 unsafe { rest.receive(fd) }.inspect(|n| peer.have += n)
             } else {
-                let Some(awaited) = self.awaited.get_mut(&parcel_in(&peer.header)) else { return };
+                let parcel = parcel_in(&peer.header);
+                let Some(awaited) = self.awaited.get_mut(&parcel) else { return };
                 let nbytes = nbytes_in(&peer.header);
-                if nbytes != awaited.read.len {
-                    let text = format!(
-                        "rank {} sends {nbytes} bytes of parcel {}, and {} are wanted; please report this",
-                        peer.rank,
-                        parcel_in(&peer.header),
-                        awaited.read.len
-                    );
-                    return self.set_failure(Error::new(ErrorKind::Internal, text));
+                if awaited.left.is_none() {
+                    let wanted = match awaited.read.lane == Lane::NEIGHBOUR {
+                        true => (self.rows)(parcel, self.rank).0,
+                        false => awaited.read.len,
+                    };
+                    if nbytes != wanted {
+                        let rank = peer.rank;
+                        let text = format!(
+                            "rank {rank} sends {nbytes} bytes of parcel {parcel}, and {wanted} are wanted; please report this"
+                        );
+                        return self.set_failure(Error::new(ErrorKind::Internal, text));
+                    }
+                    awaited.left = Some(wanted);
                 }
                 let Some(places) = &mut awaited.places else {
                     if !std::mem::replace(&mut awaited.arrived, true) {
@@ -503,7 +648,7 @@ impl Serving {
                 };
                 // SAFETY: the read's memory, which it keeps.
                 unsafe { places.receive(fd) }.inspect(|&n| {
-                    awaited.left -= n as u64;
+                    awaited.left = awaited.left.map(|left| left - n as u64);
                     awaited.read.written += n as u64;
                 })
             };
@@ -520,14 +665,15 @@ impl Serving {
     fn finish_parcel(&mut self, at: usize) {
         let peer = &mut self.peers[at];
         let parcel = parcel_in(&peer.header);
-        if peer.have < HEADER || self.awaited.get(&parcel).is_none_or(|awaited| awaited.left > 0) {
+        if peer.have < HEADER || self.awaited.get(&parcel).is_none_or(|awaited| awaited.left != Some(0)) {
             return;
         }
         peer.have = 0;
         self.on(at, Heard::Parcel);
         if let Some(Awaited { read, .. }) = self.awaited.remove(&parcel) {
             self.parcel_of.remove(&read.ticket);
-            let done = Done { ticket: read.ticket, result: Ok(read.len), lane: read.lane, written: read.len };
+            self.neighbours.received(parcel);
+            let done = Done { ticket: read.ticket, result: Ok(read.len), lane: Lane::RANK, written: read.len };
             self.events.push(Progress::Done(done));
         }
     }
@@ -539,15 +685,9 @@ impl Serving {
             // SAFETY: the slab, which `_keep` keeps, and the header.
             match unsafe { first.places.send(peer.link.data.as_raw_fd()) } {
                 Ok(0) => {
-                    let ticket = first.ticket;
+                    let parcel = first.parcel;
                     peer.out.pop_front();
-                    if let Some(left) = self.sending.get_mut(&ticket) {
-                        *left -= 1;
-                        if *left == 0 {
-                            self.sending.remove(&ticket);
-                            self.copied.push(Copied { ticket, result: Ok(()), begun: Vec::new() });
-                        }
-                    }
+                    self.neighbours.sent(parcel, &mut self.news);
                 }
                 Ok(_) => {}
                 Err(e) if later(&e) => return,
@@ -605,8 +745,8 @@ impl Serving {
     /// Gives up all parcels that were to be sent.
     fn send_nothing(&mut self, error: &Error) {
         self.peers.iter_mut().for_each(|peer| peer.out.clear());
-        let tickets =
-            self.sending.drain().map(|sending| sending.0).chain(self.unsent.drain(..).map(|send| send.ticket));
+        let lent = self.neighbours.give_up();
+        let tickets = lent.into_iter().chain(self.unsent.drain(..).map(|send| send.ticket));
         self.copied.extend(tickets.map(|ticket| Copied { ticket, result: Err(error.clone()), begun: Vec::new() }));
     }
 

@@ -6,6 +6,8 @@
 //!
 //! A rank listens at a [`ListenAt`]. Ranks that have a [`PeerKey`] prove it to each other on each connection before they use it.
 //!
+//! Ranks of one machine lend each other their slabs ([`loans`]): what one of them has read, the others copy out of its slab.
+//!
 //! To the engine a peer is a source of what it reads for this rank, and a device to which this rank copies what it reads for
 //! others: [`Peers::source`], [`Peers::device`].
 
@@ -14,12 +16,15 @@ mod device;
 mod exchange;
 mod handshake;
 mod key;
+pub(crate) mod loans;
 mod lookout;
 mod meet;
 mod mesh;
+mod neighbours;
 mod place;
 mod pulse;
 mod shared;
+mod slab_link;
 mod source;
 mod standing;
 pub(crate) mod watch;

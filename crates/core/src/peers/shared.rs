@@ -3,10 +3,13 @@
 use crate::device::Copied;
 use crate::error::Error;
 use crate::extent::Ticket;
+use crate::fallback::Fallback;
 use crate::source::{Destination, Progress, Read};
+use crate::staged::Borrowed;
 use crate::sync::{Condvar, Mutex};
 use crate::wake::Wake;
 use std::any::Any;
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// The state that both threads share.
@@ -29,6 +32,8 @@ pub(super) struct PeersState {
     pub(super) landed: Vec<Placed>,
     pub(super) sends: Vec<Outbound>,
     pub(super) cancelled: bool,
+    /// Parcels whose copies out of another rank's slab have ended; false: the device could not register that slab.
+    pub(super) returned: Vec<(u32, bool)>,
     /// How long this rank took for steps, to be said to the others: (step, nanoseconds).
     pub(super) took: Vec<(u8, u64)>,
     /// The load of this rank is over.
@@ -36,6 +41,10 @@ pub(super) struct PeersState {
     /// News.
     pub(super) events: Vec<Progress>,
     pub(super) copied: Vec<Copied>,
+    /// The slabs of reads that have ended in one of another rank.
+    pub(super) borrowed: HashMap<Ticket, Borrowed>,
+    pub(super) fallbacks: Vec<Fallback>,
+    pub(super) traffic: PeerTraffic,
     /// For each step: how many others have said how long it took them, and the longest time.
     pub(super) others_took: [(usize, u64); STEPS],
     /// The error that ends the load.
@@ -44,6 +53,15 @@ pub(super) struct PeersState {
     pub(super) parted: bool,
     /// The thread has ended.
     pub(super) ended: bool,
+}
+
+/// Bytes that other ranks get of what this one reads: those that two of them want count twice.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct PeerTraffic {
+    /// Bytes that went through sockets.
+    pub(crate) sent: u64,
+    /// Bytes that they took out of this rank's slabs.
+    pub(crate) lent: u64,
 }
 
 /// How the load of this rank ended.

@@ -3,6 +3,7 @@
 use super::shared::{PeersShared, Placed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::Ticket;
+use crate::fallback::Fallback;
 use crate::source::{Destination, Progress, Read, Source};
 use crate::sync::lock;
 use std::any::Any;
@@ -68,5 +69,9 @@ impl Source for Receiving {
 
     fn in_flight(&self) -> usize {
         self.in_flight
+    }
+
+    fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        std::mem::take(&mut lock(&self.shared.state).fallbacks)
     }
 }

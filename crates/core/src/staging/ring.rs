@@ -208,6 +208,14 @@ impl Ring {
         lock(&self.state)
     }
 
+    /// Tries whether the system gives memory that other processes can map.
+    ///
+    /// # Errors
+    /// The errors of [`Share::share_slabs`].
+    pub(crate) fn can_share() -> Result<()> {
+        memory_file::allocate(&memory_file::create(page_size())?, page_size())
+    }
+
     /// A place in the ring for a load that wants slabs of `slab_bytes` under a limit of `limit` bytes. Slabs of a huge page or
     /// more are whole huge pages, smaller ones whole pages.
     pub fn join(&'static self, slab_bytes: u64, limit: u64) -> Result<Share> {
@@ -377,7 +385,7 @@ impl Ring {
     }
 
     /// See [`Lease::retire`].
-    fn retire(&self, address: *const u8) {
+    pub(crate) fn retire(&self, address: *const u8) {
         if let Some(out) = self.lock().out.get_mut(&(address as usize)) {
             out.retired = true;
         }
@@ -520,7 +528,7 @@ impl Share {
     /// `Unsupported`, `Permission`, `Limit`, `OutOfMemory`, `Io`: the system refuses a first page of such memory, and the slabs
     /// stay private.
     pub fn share_slabs(&mut self) -> Result<()> {
-        memory_file::allocate(&memory_file::create(page_size())?, page_size())?;
+        Ring::can_share()?;
         self.shared = true;
         Ok(())
     }

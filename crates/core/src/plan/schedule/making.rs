@@ -32,6 +32,8 @@ pub struct RankShares<'a> {
     pub shares: &'a Shares,
     /// The rank whose schedule it is.
     pub rank: u32,
+    /// By rank: whether it shares slabs with this one. An empty list: none does.
+    pub near: &'a [bool],
     /// The sections of its schedule.
     pub(crate) sections: Vec<Section>,
 }
@@ -40,7 +42,7 @@ impl<'a> RankShares<'a> {
     /// A rank that exchanges everything that is shared.
     pub fn new(shares: &'a Shares, rank: u32) -> Self {
         let sections = vec![Section::whole(shares.parcels().len() as u32)];
-        Self { shares, rank, sections }
+        Self { shares, rank, near: &[], sections }
     }
 }
 

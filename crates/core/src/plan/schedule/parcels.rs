@@ -10,7 +10,7 @@ use std::ops::Range;
 impl Making<'_> {
     /// Adds the parcels of these numbers that this rank reads (`own`), or those that other ranks send it.
     pub(super) fn parcels(&mut self, numbers: Range<u32>, own: bool) {
-        let Some(RankShares { shares, rank, .. }) = self.ranks else { return };
+        let Some(RankShares { shares, rank, near, .. }) = self.ranks else { return };
         let (checkpoint, rank) = (self.checkpoint, *rank);
         for number in numbers {
             let parcel = &shares.parcels()[number as usize];
@@ -18,12 +18,13 @@ impl Making<'_> {
                 continue;
             }
             self.scratch.clear();
+            let lent = !own && near.get(parcel.reader as usize).is_some_and(|near| *near);
             let mut packed = 0;
             for part in shares.parts(checkpoint, rank, parcel) {
                 let place = self.layout.places[part.want as usize];
                 let (to, len) = (place.offset + part.dense.start, part.dense.end - part.dense.start);
                 let (want, block) = (part.want, place.block);
-                if !own {
+                if !own && !lent {
                     self.scratch.push(Piece::row(want, block, packed, to, len));
                     packed += len;
                     continue;
@@ -40,6 +41,7 @@ impl Making<'_> {
                     let rules = Rules::read(parcel.file, traits, self.limits, size);
                     self.emit_parcel(&rules, number, parcel);
                 }
+                _ if lent && !self.scratch.is_empty() => self.emit_lent(parcel, number),
                 _ if packed > 0 => self.emit_received(parcel, number, packed),
                 _ => {}
             }
@@ -69,6 +71,27 @@ impl Making<'_> {
             wanted: parcel.end - parcel.start,
             slack: len - (parcel.end - parcel.start),
             shared: Some(InCommon::Sent(number)),
+            rows: None,
+        });
+    }
+
+    /// Makes an extent of a parcel that comes in its reader's slab.
+    fn emit_lent(&mut self, parcel: &Parcel, number: u32) {
+        let wanted = self.scratch.iter().map(Piece::nbytes).sum();
+        let pieces = self.keep(parcel.start);
+        let len = parcel.end - parcel.start;
+        self.schedule.extents.push(Extent {
+            file: parcel.file,
+            offset: parcel.start,
+            len,
+            need: len,
+            lane: Lane::NEIGHBOUR,
+            landing: Landing::Slab,
+            staging: Lane::NEIGHBOUR.staging,
+            pieces,
+            wanted,
+            slack: 0,
+            shared: Some(InCommon::Received { parcel: number, reader: parcel.reader }),
             rows: None,
         });
     }

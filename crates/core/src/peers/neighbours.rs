@@ -1,0 +1,390 @@
+//! The ranks of this machine that share slabs with this one: how they find each other, and what they lend.
+//!
+//! Each rank says on its connection for words where it waits for neighbours, and on which machine ([`Introduction`]). Of two
+//! ranks of one machine the later one connects. Until both know that their link stands, parcels for the other one wait.
+//! Ranks of other machines, and ranks that cannot share slabs, use their sockets.
+
+use super::key::nonce;
+use super::loans::{Breach, GivenUp, Loans, ParcelWay};
+use super::shared::Outbound;
+use super::slab_link::{Message, SlabLink, SlabListener};
+use crate::extent::Ticket;
+use crate::fallback::Fallback;
+use crate::staging::{Ring, Slab};
+use std::collections::HashMap;
+use std::os::fd::{OwnedFd, RawFd};
+use std::sync::{Arc, OnceLock};
+
+/// Bytes that name a process, a place or a secret.
+type Name = [u8; 16];
+
+/// A part of another rank's slab: the slab, and the byte of the file with which it begins.
+#[derive(Clone)]
+pub(super) struct Offered {
+    pub(super) slab: Arc<Slab>,
+    pub(super) begins: u64,
+}
+
+/// What a rank says of itself to all others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Introduction {
+    /// Its machine, the name of its process, and where it waits. The secret shows that a rank of this load has connected.
+    Shares { machine: Name, owner: Name, place: Name, secret: Name },
+    /// It shares no slabs: why not, or nothing where nobody has to know.
+    Refuses(String),
+}
+
+impl Introduction {
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        match self {
+            Introduction::Shares { machine, owner, place, secret } => {
+                [&[1][..], machine, owner, place, secret].concat()
+            }
+            Introduction::Refuses(why) => [&[0], why.as_bytes()].concat(),
+        }
+    }
+
+    pub(super) fn parse(bytes: &[u8]) -> Option<Introduction> {
+        let (&shares, rest) = bytes.split_first()?;
+        if shares == 0 {
+            return Some(Introduction::Refuses(String::from_utf8_lossy(rest).into_owned()));
+        }
+        let name = |number: usize| Some(*rest.get(16 * number..16 * (number + 1))?.first_chunk()?);
+        (rest.len() == 64).then_some(())?;
+        Some(Introduction::Shares { machine: name(0)?, owner: name(1)?, place: name(2)?, secret: name(3)? })
+    }
+}
+
+/// News for the thread of the connections.
+pub(super) enum News {
+    /// A parcel has come in another rank's slab.
+    Comes { from: usize, parcel: u32, offered: Offered },
+    /// A parcel has to be sent to a rank through its socket.
+    Send { to: usize, parcel: u32 },
+    /// A rank has taken a parcel out of this rank's slab.
+    Taken { by: usize, parcel: u32 },
+    /// Nobody needs the slab of this extent any more.
+    Free(Ticket),
+    /// A rank has to hear that it cannot be reached: why.
+    Far { to: usize, why: String },
+    /// A link is broken.
+    Broken { from: usize, why: String },
+    /// A rank breaks the rules.
+    Breach { from: usize, breach: Breach },
+}
+
+/// See the module's documentation. Other ranks are known by their numbers.
+pub(super) struct Neighbours {
+    rank: u32,
+    ranks: Vec<u32>,
+    introduction: Introduction,
+    listener: Option<SlabListener>,
+    /// Processes that have connected, and have not said which rank they are.
+    strangers: Vec<SlabLink>,
+    links: Vec<Option<SlabLink>>,
+    /// The processes of the other ranks.
+    owners: Vec<Option<Name>>,
+    loans: Loans<Offered>,
+    /// Parcels that somebody may still read out of their slab, or that wait.
+    lent: HashMap<u32, Outbound>,
+    fallbacks: Vec<Fallback>,
+}
+
+impl Neighbours {
+    /// `sharing`: an error says why this rank shares no slabs, and an empty text that nobody asked for it.
+    pub(super) fn new(rank: u32, ranks: Vec<u32>, sharing: Result<(), String>) -> Neighbours {
+        let begin = || -> Result<(Introduction, SlabListener), String> {
+            sharing?;
+            let (place, secret) = nonce().and_then(|place| Ok((place, nonce()?))).map_err(|e| e.to_string())?;
+            let machine = machine().ok_or("this system does not say which machine it is (boot_id)")?;
+            let owner = owner().ok_or("the system gives no random bytes")?;
+            let listener = SlabListener::new(&place).map_err(|e| e.to_string())?;
+            Ok((Introduction::Shares { machine, owner, place, secret }, listener))
+        };
+        let (introduction, listener, way, why) = match begin() {
+            Ok((shares, listener)) => (shares, Some(listener), ParcelWay::Undecided, None),
+            Err(why) => (Introduction::Refuses(why.clone()), None, ParcelWay::Socket, Some(why)),
+        };
+        let count = ranks.len();
+        let mut neighbours = Neighbours {
+            rank,
+            ranks,
+            introduction,
+            listener,
+            strangers: Vec::new(),
+            links: (0..count).map(|_| None).collect(),
+            owners: vec![None; count],
+            loans: Loans::new(vec![way; count]),
+            lent: HashMap::new(),
+            fallbacks: Vec::new(),
+        };
+        why.iter().for_each(|why| neighbours.fall_back(why.clone()));
+        neighbours
+    }
+
+    /// What this rank says of itself.
+    pub(super) fn introduction(&self) -> &Introduction {
+        &self.introduction
+    }
+
+    /// Refusals since the last call, each reason once.
+    pub(super) fn take_fallbacks(&mut self) -> Vec<Fallback> {
+        std::mem::take(&mut self.fallbacks)
+    }
+
+    fn fall_back(&mut self, reason: String) {
+        if !reason.is_empty() && !self.fallbacks.iter().any(|known| known.reason == reason) {
+            self.fallbacks.push(Fallback { from: "shared slabs", to: "sockets", reason });
+        }
+    }
+
+    /// Another rank has introduced itself.
+    pub(super) fn introduced(&mut self, at: usize, theirs: Introduction, news: &mut Vec<News>) {
+        if self.loans.way(at) != ParcelWay::Undecided {
+            return;
+        }
+        let Introduction::Shares { machine, owner: mine, .. } = self.introduction else { return };
+        let (owner, place, secret) = match theirs {
+            Introduction::Shares { machine: other, owner, place, secret } if machine == other => (owner, place, secret),
+            Introduction::Refuses(why) if !why.is_empty() => {
+                return self.is_far(at, format!("rank {} shares no slabs: {why}", self.ranks[at]), news);
+            }
+            // On another machine, or by its options.
+            _ => return self.is_far(at, String::new(), news),
+        };
+        if self.ranks[at] > self.rank {
+            return; // It connects.
+        }
+        self.owners[at] = Some(owner);
+        let hello = Message::Hello { rank: self.rank, owner: mine, secret };
+        let greeted = SlabLink::connect(&place).map_err(|e| e.to_string()).and_then(|mut link| {
+            link.say(&hello).map_err(|e| e.to_string())?;
+            Ok(link)
+        });
+        match greeted {
+            Ok(link) => self.links[at] = Some(link),
+            Err(why) => {
+                news.push(News::Far { to: at, why: why.clone() });
+                self.is_far(at, why, news);
+            }
+        }
+    }
+
+    /// Parcels for this rank go through its socket.
+    pub(super) fn is_far(&mut self, at: usize, why: String, news: &mut Vec<News>) {
+        if self.loans.way(at) == ParcelWay::Undecided {
+            self.fall_back(why);
+            self.decide(at, ParcelWay::Socket, news);
+        }
+    }
+
+    fn decide(&mut self, at: usize, way: ParcelWay, news: &mut Vec<News>) {
+        for parcel in self.loans.decide(at, way) {
+            match way {
+                ParcelWay::Slab => self.offer(at, parcel, news),
+                _ => news.push(News::Send { to: at, parcel }),
+            }
+        }
+        if !self.loans.is_undecided() {
+            (self.listener, self.strangers) = (None, Vec::new());
+        }
+    }
+
+    fn offer(&mut self, at: usize, parcel: u32, news: &mut Vec<News>) {
+        let (Some(link), Some(lent)) = (&mut self.links[at], self.lent.get(&parcel)) else { return };
+        let slab = Ring::process().slab_at(lent.at).ok_or_else(|| std::io::Error::other("a slab that is gone"));
+        if let Err(e) = slab.and_then(|slab| link.offer(parcel, lent.offset, slab)) {
+            self.breaks(at, e.to_string(), news);
+        }
+    }
+
+    /// A parcel was read for these ranks. Some of them may have to wait. Gives those to which it has to be sent.
+    pub(super) fn lend(&mut self, send: Outbound, to: &[usize], news: &mut Vec<News>) {
+        let (parcel, ticket) = (send.parcel, send.ticket);
+        self.lent.insert(parcel, send);
+        for (at, way) in self.loans.lend(parcel, ticket, to) {
+            match way {
+                ParcelWay::Slab => self.offer(at, parcel, news),
+                ParcelWay::Socket => news.push(News::Send { to: at, parcel }),
+                ParcelWay::Undecided => {}
+            }
+        }
+    }
+
+    /// A parcel that was read for others, while somebody needs it.
+    pub(super) fn lent(&self, parcel: u32) -> Option<&Outbound> {
+        self.lent.get(&parcel)
+    }
+
+    /// A socket has taken a parcel to its end.
+    pub(super) fn sent(&mut self, parcel: u32, news: &mut Vec<News>) {
+        let free = self.loans.sent(parcel);
+        self.is_free(parcel, free, news);
+    }
+
+    fn is_free(&mut self, parcel: u32, free: Option<Ticket>, news: &mut Vec<News>) {
+        if let Some(ticket) = free {
+            self.lent.remove(&parcel);
+            news.push(News::Free(ticket));
+        }
+    }
+
+    /// The engine waits for a parcel. Gives its place, if it has come already.
+    pub(super) fn awaits(&mut self, parcel: u32) -> Option<Offered> {
+        self.loans.awaits(parcel)
+    }
+
+    /// A parcel has come through a socket.
+    pub(super) fn received(&mut self, parcel: u32) {
+        self.loans.received(parcel);
+    }
+
+    /// The copies of a parcel have ended. `again`: slabs of that rank are welcome.
+    pub(super) fn returns(&mut self, parcel: u32, again: bool, news: &mut Vec<News>) {
+        let Some(at) = self.loans.returns(parcel) else { return };
+        let Some(link) = &mut self.links[at] else { return };
+        if let Err(e) = link.say(&Message::Returned { parcel, again }) {
+            self.breaks(at, e.to_string(), news);
+        }
+    }
+
+    fn breaks(&mut self, at: usize, why: String, news: &mut Vec<News>) {
+        self.links[at] = None;
+        news.push(News::Broken { from: at, why });
+    }
+
+    /// The load has failed. Slabs that a borrower may still read are not used again.
+    pub(super) fn give_up(&mut self) -> Vec<Ticket> {
+        let given_up = self.loans.give_up();
+        let tickets = given_up.iter().map(|one| one.ticket).collect();
+        for GivenUp { parcel, .. } in given_up.into_iter().filter(|one| one.held) {
+            self.lent.get(&parcel).into_iter().for_each(|lent| Ring::process().retire(lent.at));
+        }
+        self.lent.clear();
+        tickets
+    }
+
+    /// The descriptors to wait for, and for what.
+    pub(super) fn polled(&self) -> impl Iterator<Item = (RawFd, i16)> + '_ {
+        let listener = self.listener.iter().map(SlabListener::fd);
+        let quiet = listener.chain(self.strangers.iter().map(SlabLink::fd)).map(|fd| (fd, libc::POLLIN));
+        quiet.chain(
+            self.links
+                .iter()
+                .flatten()
+                .map(|link| (link.fd(), libc::POLLIN | if link.wants_room() { libc::POLLOUT } else { 0 })),
+        )
+    }
+
+    /// Takes what neighbours say, and says what has waited for room.
+    pub(super) fn serve(&mut self, news: &mut Vec<News>) {
+        self.take_strangers(news);
+        for at in 0..self.links.len() {
+            while let Some(link) = &mut self.links[at] {
+                let heard = link.speak().and_then(|()| link.hear());
+                match heard {
+                    Ok(None) => break,
+                    Ok(Some((message, fd))) => self.hears(at, message, fd, news),
+                    Err(e) => self.breaks(at, e.to_string(), news),
+                }
+            }
+        }
+    }
+
+    /// Takes connections. A process that is no rank of this load is turned away.
+    fn take_strangers(&mut self, news: &mut Vec<News>) {
+        let Some(listener) = &self.listener else { return };
+        while let Some(link) = listener.accept() {
+            self.strangers.push(link);
+        }
+        for mut link in std::mem::take(&mut self.strangers) {
+            match link.hear() {
+                Ok(None) => self.strangers.push(link),
+                Ok(Some((Message::Hello { rank, owner, secret }, _))) => {
+                    let at = self.ranks.iter().position(|known| *known == rank);
+                    let mine = match &self.introduction {
+                        Introduction::Shares { secret, .. } => Some(*secret),
+                        Introduction::Refuses(_) => None,
+                    };
+                    let Some(at) = at.filter(|_| mine == Some(secret) && rank > self.rank) else { continue };
+                    if self.loans.way(at) == ParcelWay::Undecided && link.say(&Message::Welcome).is_ok() {
+                        (self.links[at], self.owners[at]) = (Some(link), Some(owner));
+                        self.decide(at, ParcelWay::Slab, news);
+                    }
+                }
+                Ok(Some(_)) | Err(_) => {}
+            }
+        }
+        if !self.loans.is_undecided() {
+            self.strangers.clear();
+        }
+    }
+
+    fn hears(&mut self, at: usize, message: Message, fd: Option<OwnedFd>, news: &mut Vec<News>) {
+        let outcome = match message {
+            Message::Welcome if self.loans.way(at) == ParcelWay::Undecided => {
+                self.decide(at, ParcelWay::Slab, news);
+                Ok(())
+            }
+            Message::Offer { parcel, slab, begins, len } => self.is_offered(at, (parcel, slab, begins, len), fd, news),
+            Message::Returned { parcel, again } => self.loans.returned(at, parcel).map(|free| {
+                if !again {
+                    self.loans.decide(at, ParcelWay::Socket);
+                }
+                news.push(News::Taken { by: at, parcel });
+                self.is_free(parcel, free, news);
+            }),
+            Message::Refused { parcel, why } => self.loans.refused(at, parcel).map(|()| {
+                self.fall_back(format!("rank {} refuses them: {why}", self.ranks[at]));
+                news.push(News::Send { to: at, parcel });
+            }),
+            Message::Hello { .. } | Message::Welcome => Err("it greets twice".to_owned()),
+        };
+        if let Err(breach) = outcome {
+            news.push(News::Breach { from: at, breach });
+        }
+    }
+
+    fn is_offered(
+        &mut self,
+        at: usize,
+        (parcel, number, begins, len): (u32, u32, u64, u64),
+        fd: Option<OwnedFd>,
+        news: &mut Vec<News>,
+    ) -> Result<(), Breach> {
+        let (Some(link), Some(owner)) = (&mut self.links[at], self.owners[at]) else { return Ok(()) };
+        let slab = link.borrow(number, fd, |fd| Ring::process().adopt(fd, owner, len));
+        match slab {
+            Ok(slab) => {
+                if let Some(offered) = self.loans.offers(at, parcel, Offered { slab, begins })? {
+                    news.push(News::Comes { from: at, parcel, offered });
+                }
+            }
+            Err(refusal) => {
+                let why = refusal.to_string();
+                let said = link.say(&Message::Refused { parcel, why: why.clone() });
+                self.fall_back(why);
+                if let Err(e) = said {
+                    self.breaks(at, e.to_string(), news);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The machine that this process runs on: the same for two processes only where one kernel runs them.
+fn machine() -> Option<Name> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let digits: Vec<u8> = text.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
+    let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
+    bytes.try_into().ok()
+}
+
+/// The name of this process, as its neighbours know it: for the life of the process.
+fn owner() -> Option<Name> {
+    static OWNER: OnceLock<Option<(u32, Name)>> = OnceLock::new();
+    let known = *OWNER.get_or_init(|| Some((std::process::id(), nonce().ok()?)));
+    // A forked child is another process.
+    known.filter(|(pid, _)| *pid == std::process::id()).map(|known| known.1).or_else(|| nonce().ok())
+}
