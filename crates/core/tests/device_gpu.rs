@@ -5,8 +5,8 @@
 mod device;
 
 use device::{
-    alone, collect, dense, noise, whole_slab, Gpu, Held, Kind, TestSlab, NOTHING, REGISTRATIONS, SLAB,
-    WAITS_FOR_COPIES, WAITS_FOR_FENCES, WAITS_FOR_SCRATCH,
+    adopted_slab, alone, collect, dense, noise, shared_slab, whole_slab, Gpu, Held, Kind, TestSlab, NOTHING,
+    REGISTRATIONS, SLAB, WAITS_FOR_COPIES, WAITS_FOR_FENCES, WAITS_FOR_SCRATCH,
 };
 use penstock::device::api::{Api, Stream, Vendor};
 use penstock::device::cast::Cast;
@@ -280,6 +280,32 @@ fn a_slab_is_registered_once_for_all_loads_and_the_context_is_made_once_on_that_
     assert_eq!(gpu.fake.counter("calls.cuDevicePrimaryCtxRetain"), 1);
     assert_eq!(gpu.fake.counter("contexts_made"), 1);
     gpu.check();
+}
+
+#[test]
+fn a_neighbours_slab_is_registered_once_for_all_loads_until_a_trim() {
+    for vendor in [Vendor::Cuda, Vendor::Hip] {
+        let gpu = Gpu::new(vendor);
+        let content = noise(5);
+        let (file, owners) = shared_slab(&content);
+        let mut address = None;
+        for _ in 0..2 {
+            let (memory, to) = gpu.memory(SLAB);
+            let (slab, memory) = (adopted_slab(file.try_clone().unwrap()), Arc::new(memory));
+            assert_eq!(*address.get_or_insert(slab.address()), slab.address());
+            let mut device = gpu.gpu();
+            (0..2).for_each(|i| device.copy(whole_slab(i, &slab, to, &Arc::default(), memory.clone())).unwrap());
+            collect(&mut device, 2).into_iter().for_each(|c| c.result.unwrap());
+            assert!(device.fallbacks().is_empty() && slab.holds(&content) && gpu.bytes(&memory) == content);
+        }
+        assert_eq!(gpu.fake.counter("registered_bytes"), SLAB as u64);
+        assert_eq!(gpu.fake.counter("peak_registered_bytes"), SLAB as u64);
+        assert_eq!(Ring::process().staging().borrowed, SLAB as u64);
+        assert!(release_staging() >= SLAB as u64);
+        assert_eq!((gpu.fake.counter("registered_bytes"), Ring::process().staging().borrowed), (0, 0));
+        drop((file, owners));
+        gpu.check();
+    }
 }
 
 #[test]

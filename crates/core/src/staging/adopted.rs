@@ -1,29 +1,29 @@
 //! The neighbours' slabs that this process has mapped.
 
-use super::memory_file::Identity;
+use super::memory_file::MemoryFileId;
 use super::slab::Slab;
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-/// Slabs of other processes, by address. Each is mapped once. It stays as long as somebody holds it, or, once it is
-/// registered with a driver, until its owner has no use for it: registering costs.
+/// Slabs of other processes, by address. Each is mapped once. It lives as long as somebody holds it. Registering costs, so one
+/// that is registered with a driver is kept here until its owner has no use for it.
 #[derive(Default)]
 pub(super) struct AdoptedSlabs(HashMap<usize, Adopted>);
 
 pub(super) struct Adopted {
     pub(super) owner: [u8; 16],
     /// No other file has this identity as long as the slab is mapped.
-    pub(super) file: Identity,
+    pub(super) file: MemoryFileId,
     slab: Weak<Slab>,
     /// The slab itself, if it is kept.
     kept: Option<Arc<Slab>>,
-    /// Is not kept any more: it goes when the last one lets go of it.
+    /// Is not kept any more: it goes with its last holder.
     disowned: bool,
 }
 
 impl AdoptedSlabs {
     /// The slab over this file of this owner, which has been adopted again.
-    pub(super) fn again(&mut self, owner: &[u8; 16], file: Identity) -> Option<Arc<Slab>> {
+    pub(super) fn again(&mut self, owner: &[u8; 16], file: MemoryFileId) -> Option<Arc<Slab>> {
         let mut adopted = self.0.values_mut().filter(|a| a.owner == *owner && a.file == file);
         adopted.find_map(|a| {
             let slab = a.slab.upgrade()?;
@@ -34,7 +34,7 @@ impl AdoptedSlabs {
     }
 
     /// Another slab, over a file that none of these maps.
-    pub(super) fn add(&mut self, owner: [u8; 16], file: Identity, slab: &Arc<Slab>) {
+    pub(super) fn add(&mut self, owner: [u8; 16], file: MemoryFileId, slab: &Arc<Slab>) {
         self.0.retain(|_, a| a.slab.strong_count() > 0);
         let adopted = Adopted { owner, file, slab: Arc::downgrade(slab), kept: None, disowned: false };
         self.0.insert(slab.address() as usize, adopted);

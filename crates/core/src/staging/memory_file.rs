@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 
 /// Device and inode of a file. No other file has them as long as somebody maps it or has it open.
-pub(super) type Identity = (u64, u64);
+pub(super) type MemoryFileId = (u64, u64);
 
 /// A new file of `len` bytes, whole pages, whose size nobody can change.
 pub(super) fn create(len: u64) -> Result<OwnedFd> {
@@ -43,7 +43,7 @@ pub(super) fn allocate(file: &OwnedFd, len: u64) -> Result<()> {
 }
 
 /// Another process' file, of which `len` bytes can be mapped: it has them, and cannot lose them.
-pub(super) fn checked_file(file: OwnedFd, len: u64) -> Result<(File, Identity)> {
+pub(super) fn checked_file(file: OwnedFd, len: u64) -> Result<(File, MemoryFileId)> {
     let refuse = |why: String| Err(Error::new(ErrorKind::Peer, format!("cannot use a neighbour's slab: {why}")));
     if len == 0 || len % page_size() != 0 {
         return refuse(format!("{len} bytes are not whole pages of {} bytes", page_size()));
@@ -66,7 +66,7 @@ pub(super) fn checked_file(file: OwnedFd, len: u64) -> Result<(File, Identity)> 
 }
 
 /// The file's device and inode.
-pub(super) fn identity(facts: &fs::Metadata) -> Identity {
+pub(super) fn identity(facts: &fs::Metadata) -> MemoryFileId {
     (facts.dev(), facts.ino())
 }
 
@@ -83,7 +83,7 @@ pub fn shared_memory_pages() -> &'static str {
     }
 }
 
-/// What the two settings say of memory that asks for huge pages. `large` is the one for pages of 2 MiB, from Linux 6.11 on;
+/// The meaning of the two settings for memory that asks for huge pages. `large` is the one for pages of 2 MiB, from Linux 6.11 on;
 /// see Documentation/admin-guide/mm/transhuge.rst.
 fn are_huge(all: &str, large: Option<&str>) -> bool {
     let chosen = |text: &str| Some(text.split_once('[')?.1.split_once(']')?.0.to_owned());

@@ -12,7 +12,7 @@
 //!   load's consumer: no read is submitted before its destination is granted, so no slab is held idle.
 //! - **Hot.** The slab that was given back last is given out first: its lines are still in the CPU's cache, where a
 //!   copy runs at 7 instead of 5 GB/s.
-//! - **Lasting.** After the last load [`IDLE_STAGING`] bytes of plain slabs stay: the next load's first reads go to
+//! - **Lasting.** After the last load [`IDLE_STAGING`](crate::options::IDLE_STAGING) bytes of plain slabs stay: the next load's first reads go to
 //!   them while more are made. The rest goes back to the system. All registered slabs stay.
 //!
 //! # The pool of registered slabs
@@ -21,15 +21,32 @@
 //! loads. A registration holds for the whole process, so all GPUs of one driver share the pool.
 //!
 //! A load to a GPU [pins](Share::pin) its share. The [`Growth`] that it gets says which slabs to register, in the
-//! background, until there are [`pool_bytes`] of them or as many as the load can use. As long as more are being
+//! background, until there are [`pool_bytes`](crate::options::pool_bytes) of them or as many as the load can use. As long as more are being
 //! registered or enough exist, the share gets registered slabs only: it waits for one that comes back, and makes no
 //! other. If the driver refuses to register, it gets plain slabs.
+//!
+//! # Slabs that processes share
+//! A share can ask for [shared slabs](Share::share_slabs): each is a file in memory (memfd_create), whose
+//! [descriptor](Slab::memfd) another process can map. Its pages then exist once, however many map them. A load gets slabs of
+//! one kind only, shared or private. Both kinds are under the same limits, and idle slabs of the one make room for the other.
+//! The size of the file is sealed, so nobody can make it smaller under a mapping, which would kill the process.
+//!
+//! The neighbour [adopts](Ring::adopt) the descriptor: it maps the file once, and closes the descriptor. Only the owner counts
+//! the slab under its limits. The neighbour's mapping lives as long as somebody holds it. Registering costs, so a registered one
+//! is kept for later loads, until it is [disowned](Ring::disown) or the ring is [trimmed](Ring::trim).
+//!
+//! The owner must not write to a slab that a neighbour may still read. If that is not known, the owner
+//! [retires](Lease::retire) the slab: the kernel frees the memory when the last mapping is gone.
+//!
+//! Private slabs have huge pages, shared ones only where the system's settings allow: see [`shared_memory_pages`].
 //!
 //! # Fork
 //! Slabs are marked MADV_DONTFORK. Otherwise a fork would mark their pages copy-on-write. The parent's next write to a
 //! page would then move the page while a DMA is in flight, of the driver or of an O_DIRECT read (for this reason
 //! open(2), NOTES, asks for MADV_DONTFORK). Also, the child would carry up to 256 MiB that it cannot use. So a child
-//! finds no memory there. It gets its own ring, and what it inherited of the parent's does nothing when dropped.
+//! finds no memory there, neither of the parent's slabs nor of its neighbours'. It gets its own ring, and what it inherited of
+//! the parent's does nothing when dropped. It inherits the descriptors of shared slabs too, and keeps their memory until it
+//! ends or an exec closes them.
 //!
 //! At exit nothing is freed: the driver may be gone by then, and the kernel frees memory faster.
 

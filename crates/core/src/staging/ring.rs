@@ -290,15 +290,15 @@ impl Ring {
         Ok(slab)
     }
 
-    /// The kept slabs of an owner go, except those whose (device, inode) are `still` in use there. A slab that somebody holds
-    /// goes when he lets go of it. `still` must not use the ring.
+    /// Drops the kept slabs of an owner, except those whose (device, inode) are `still` in use there. A slab that is held goes
+    /// with its last holder. `still` must not use the ring.
     pub fn disown(&self, owner: [u8; 16], still: &dyn Fn((u64, u64)) -> bool) {
         // Dropped without the lock, since a driver may be slow to unpin.
         let gone = self.lock().adopted.disown(|adopted| adopted.owner == owner && !still(adopted.file));
         drop(gone);
     }
 
-    /// The same with all slabs of owners that are not alive.
+    /// Drops the kept slabs of all owners that are not alive, in the same way.
     pub fn disown_all_but(&self, is_alive: &dyn Fn(&[u8; 16]) -> bool) {
         let gone = self.lock().adopted.disown(|adopted| !is_alive(&adopted.owner));
         drop(gone);
@@ -724,8 +724,8 @@ impl Lease {
         }
     }
 
-    /// The slab is not used again: when the lease is dropped, its registration, its mapping and its file go. Another process
-    /// that reads it keeps the memory until it lets go of its own mapping.
+    /// The slab is not used again: when the lease is dropped, its registration, mapping and file go. A neighbour that has mapped
+    /// it keeps the memory until its own mapping goes.
     pub fn retire(&self) {
         if self.ring.pid == std::process::id() {
             self.ring.retire(self.address());

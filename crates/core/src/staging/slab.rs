@@ -1,6 +1,6 @@
 //! One staging buffer.
 
-use super::memory_file::{self, Identity};
+use super::memory_file::{self, MemoryFileId};
 use crate::error::{Error, Result};
 use crate::machine::page_size;
 use crate::memory::Anonymous;
@@ -21,9 +21,9 @@ pub struct Slab {
     memory: Option<Anonymous>,
     /// The file of a shared slab of this process.
     file: Option<File>,
-    /// Of a slab over a file, this process' or another's.
-    identity: Option<Identity>,
-    /// Is called when another process' slab is registered, so that somebody keeps it.
+    /// The file of a shared slab, of this process or another.
+    identity: Option<MemoryFileId>,
+    /// Called when another process' slab is registered.
     keep: Option<KeepSlab>,
     pid: u32,
     /// By number of the driver. Dropped, hence undone, before the memory is unmapped.
@@ -32,7 +32,7 @@ pub struct Slab {
     registered: AtomicU64,
 }
 
-/// What keeps a slab from now on.
+/// A call that keeps a slab from now on.
 pub(super) type KeepSlab = Box<dyn Fn(&Slab) + Send + Sync>;
 
 impl Slab {
@@ -55,7 +55,7 @@ impl Slab {
     }
 
     /// Another process' slab. Its descriptor may be closed then.
-    pub(super) fn of_neighbour(file: &File, identity: Identity, len: u64, keep: KeepSlab) -> Result<Self> {
+    pub(super) fn of_neighbour(file: &File, identity: MemoryFileId, len: u64, keep: KeepSlab) -> Result<Self> {
         let mut slab = Self::over(Anonymous::shared(file, len)?);
         (slab.identity, slab.keep) = (Some(identity), Some(keep));
         Ok(slab)

@@ -9,6 +9,7 @@ use penstock::device::{Batch, Copied, Copy, Device};
 use penstock::extent::Ticket;
 use penstock::staging::Ring;
 use std::any::Any;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -136,6 +137,25 @@ pub(crate) struct TestSlab {
     address: *mut u8,
     keep: Box<dyn Any + Send + Sync>,
 }
+
+/// A shared slab with these bytes, as a neighbour has it: its descriptor. It lives as long as its lease.
+pub(crate) fn shared_slab(content: &[u8]) -> (OwnedFd, Box<dyn Any>) {
+    let mut share = Ring::process().join(SLAB as u64, 64 << 20).unwrap();
+    share.share_slabs().unwrap();
+    let lease = share.try_acquire().unwrap().unwrap();
+    let slab = Ring::process().slab_at(lease.address()).unwrap();
+    let address = lease.address();
+    let ours = TestSlab { address, keep: Box::new((lease, share)) };
+    ours.fill(content);
+    (slab.memfd().unwrap().try_clone_to_owned().unwrap(), Box::new(ours))
+}
+
+/// A neighbour's slab, mapped here.
+pub(crate) fn adopted_slab(slab: OwnedFd) -> Arc<TestSlab> {
+    let slab = Ring::process().adopt(slab, [1; 16], SLAB as u64).unwrap();
+    Arc::new(TestSlab { address: slab.address(), keep: Box::new(slab) })
+}
+
 // SAFETY: plain memory.
 unsafe impl Send for TestSlab {}
 // SAFETY: plain memory.
