@@ -224,7 +224,7 @@ read = []
 ended = penstock.Checkpoint._ended
 def counted(self, load):
     report = ended(self, load)
-    own = [way["bytes"] for lane, way in report.routes.items() if lane != "rank"]
+    own = [way["bytes"] for lane, way in report.routes.items() if lane not in ("rank", "neighbour")]
     read.append(sum(own) - report.slack_bytes - report.gap_bytes)
     return report
 penstock.Checkpoint._ended = counted

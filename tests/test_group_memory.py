@@ -256,7 +256,8 @@ def test_a_load_to_gpus_takes_no_device_memory_beyond_the_shard_and_leaves_none(
         assert one["same"] == one["tensors"] == len(checkpoint)
         assert one["received"] > 0
         assert 0 < one["staging"] <= STAGING
-        assert 0 < one["registered"] <= STAGING + SCRATCH
+        # Its own, and its neighbours': each rank's driver registers both.
+        assert 0 < one["registered"] <= size * STAGING + SCRATCH
         # Each wanted byte once, with what aligns tensors
         assert one["nbytes"] <= one["copied"] <= one["nbytes"] + padding
         assert one["device"] <= (0 if into else one["nbytes"] + padding)

@@ -85,6 +85,7 @@ class Options:
         pinning_threads: int | None = None,
         exchange: Exchange | None = None,
         scope: Scope | None = None,
+        shared_slabs: bool | None = None,
         peer_timeout: float | None = None,
         join_timeout: float | None = None,
         ports: str | None = None,
@@ -119,6 +120,8 @@ class Options:
     def exchange(self) -> Exchange: ...
     @property
     def scope(self) -> Scope: ...
+    @property
+    def shared_slabs(self) -> bool: ...
     @property
     def peer_timeout(self) -> float: ...
     @property

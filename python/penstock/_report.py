@@ -80,7 +80,10 @@ class Report(dict[str, Any]):
         if get("seconds_per_tensor") is not None:
             line("per tensor", f"{get('seconds_per_tensor', 0.0) * 1e6:.1f} us")
         for route, way in get("routes", {}).items():
-            if way.get("extents") and get({"network": "network", "rank": "exchange"}.get(route, "")) is None:
+            if (
+                way.get("extents")
+                and get({"network": "network", **dict.fromkeys(FROM_RANKS, "exchange")}.get(route, "")) is None
+            ):
                 extents = way["extents"]
                 line(route, f"{size_text(way.get('bytes', 0))} in {extents} extent{'s' * (extents != 1)}")
         if get("first_touch_bytes"):
@@ -100,7 +103,8 @@ class Report(dict[str, Any]):
             line("network", ", ".join([found, *more]))
         if exchange := get("exchange"):
             sent, received = size_text(exchange["sent_bytes"]), size_text(exchange["received_bytes"])
-            line("exchanged", f"{received} came from {exchange['ranks'] - 1} other ranks, {sent} went to them")
+            lent = f", {size_text(exchange['lent_bytes'])} of it in shared memory" if exchange["lent_bytes"] else ""
+            line("exchanged", f"{received} came from {exchange['ranks'] - 1} other ranks, {sent} went to them{lent}")
             line("exchange", f"{exchange['choice']} ({exchange['reason']})")
         if get("bottleneck"):
             line("bound by", str(get("bottleneck")))
@@ -135,13 +139,15 @@ class Report(dict[str, Any]):
 
 SOURCES = ("mapped", "buffered", "direct", "network", "rank")
 """Where bytes come from, in events and metrics."""
+FROM_RANKS = ("rank", "neighbour")
+"""The lanes of bytes that other ranks have read: sent through a socket, or taken out of their staging memory."""
 
 
 def sources_of(report: Report) -> dict[str, int]:
     """The bytes of a load by where they came from, extra ones included; of a save, by how they were written.
 
-    The lanes of the core, by their names; those of other stores are ``network``. Bytes that a server sent twice count
-    twice.
+    The lanes of the core, by their names. Those of other stores are ``network``; ``rank`` has all that other ranks have
+    read. Bytes that a server sent twice count twice.
     """
     found = dict.fromkeys(SOURCES, 0)
     if "file_bytes" in report:
@@ -149,15 +155,16 @@ def sources_of(report: Report) -> dict[str, int]:
         found["buffered"] = max(0, report["file_bytes"] - found["direct"])
         return found
     for lane, way in report.get("routes", {}).items():
-        found[lane if lane in found else "network"] += way["bytes"]
+        source = "rank" if lane in FROM_RANKS else lane
+        found[source if source in found else "network"] += way["bytes"]
     if network := report.get("network"):
         found["network"] = network["received_bytes"]
     return found
 
 
 def bytes_read(report: Report) -> int:
-    """The bytes that a load has read itself, extra ones included: of all lanes except that of other ranks."""
-    return sum(way["bytes"] for lane, way in report.get("routes", {}).items() if lane != "rank")
+    """The bytes that a load has read itself, extra ones included: of all lanes except those of other ranks."""
+    return sum(way["bytes"] for lane, way in report.get("routes", {}).items() if lane not in FROM_RANKS)
 
 
 def report_of(found: dict[str, Any], core: _core.Checkpoint) -> Report:

@@ -308,7 +308,7 @@ def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]]
 
 def exchanged(report: dict[str, Any]) -> dict[str, Any]:
     """What a load read for all ranks, and what it got of the others."""
-    read = sum(way["bytes"] for lane, way in report["routes"].items() if lane != "rank")
+    read = sum(way["bytes"] for lane, way in report["routes"].items() if lane not in ("rank", "neighbour"))
     return {"read": read, "slack_bytes": report["slack_bytes"], "exchange": report["exchange"]}
 
 

@@ -242,5 +242,5 @@ def told(report: penstock.Report) -> dict[str, Any]:
         **{key: report[key] for key in ("loads", "copies", "materialised", "materialised_bytes")},
         **{key: report[key] for key in ("nbytes", "copied_through", "fallbacks", "gap_bytes", "network")},
         **{key: report[key] for key in ("slack_bytes", "exchange")},
-        "read": sum(way["bytes"] for lane, way in report["routes"].items() if lane != "rank"),
+        "read": sum(way["bytes"] for lane, way in report["routes"].items() if lane not in ("rank", "neighbour")),
     }

@@ -11,7 +11,7 @@ from .theme import light
 from .timeline import KINDS, STEPS, TINY, Bar, Event, Lane, Summary, drawn_together, lanes, summarise
 from .units import TIMES, digits, duration, percent, size, unit_for
 
-ROUTES = ("direct", "buffered", "mapped", "network", "rank")
+ROUTES = ("direct", "buffered", "mapped", "network", "rank", "neighbour")
 LANES = 12  # of one kind; more of them share rows
 LANE = 24  # px
 RATES = 84  # px above the lanes

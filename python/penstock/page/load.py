@@ -61,6 +61,7 @@ def section(page: Page, trace: dict[str, Any], title: str | None, disk: float | 
         "mapped": "read, mapped",
         "network": "received, server",
         "rank": "received, rank",
+        "neighbour": "shared, rank",
         "wait": "engine waits",
     }
     key = [tag("li", tag("i", style=f"background:var(--{role})"), names.get(role, role)) for role in lanes.roles(found)]

@@ -28,6 +28,7 @@ COLOURS = {
     "mapped": ("#7fb9e2", "#b3daf7"),
     "network": ("#5a4fb0", "#a49bf0"),
     "rank": ("#b04f7a", "#f09bc0"),
+    "neighbour": ("#8a3a9a", "#d19be0"),
     "copy": ("#d57500", "#f0a040"),
     "device": ("#00906a", "#37c99b"),
     "wait": ("#c2c9d1", "#4b5763"),

@@ -144,8 +144,11 @@ impl RingState {
         if !self.shares.is_empty() {
             return Vec::new();
         }
+        // A shared slab holds a descriptor, so only one whose registration was paid for stays.
+        let goes = |s: &Arc<Slab>| s.is_plain() && s.is_shared();
+        let (mut surplus, kept) = std::mem::take(&mut self.idle).into_iter().partition::<Vec<_>, _>(goes);
+        self.idle = kept;
         let mut idle: u64 = self.idle.iter().filter(|s| s.is_plain()).map(|s| s.len() as u64).sum();
-        let mut surplus = Vec::new();
         while let Some(oldest) = self.idle.iter().position(|s| idle > IDLE_STAGING && s.is_plain()) {
             let slab = self.idle.remove(oldest);
             idle -= slab.len() as u64;
