@@ -580,6 +580,9 @@ class Load:
         """Closes it and lets go of everything that was not handed out. Idempotent."""
     def progress(self) -> tuple[int, int]:
         """(bytes ready, bytes wanted)."""
+    def planned(self) -> tuple[int, int]:
+        """(wanted bytes, bytes of gaps between them that the plan reads); no gaps if the load maps resident pages and
+        reads nothing."""
     def report(self) -> dict[str, Any]: ...
     @property
     def traced(self) -> bool:
