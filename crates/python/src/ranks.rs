@@ -11,7 +11,7 @@ use penstock::peers::{ListenAt, PeerKey, Reachable, StandingLinks};
 use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Pass as CorePass, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{RankWants, Shares as CoreShares};
-use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
+use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic, StorageReads};
 use penstock::Want;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -432,8 +432,8 @@ pub(crate) fn traffic<'py>(
             let lists = unpacked.collect::<penstock::Result<Vec<Vec<Want>>>>()?;
             let found = PlannedTraffic::new(&core, RankWants { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
             let rank = |r: &OfRank| {
-                let (alone, reads, unwanted) = r.alone;
-                [r.wanted, r.read, r.unwanted, r.reads, r.parcels, r.sent, r.received, alone, unwanted, reads]
+                let StorageReads { bytes, count, unwanted } = r.alone;
+                [r.wanted, r.read, r.unwanted, r.reads, r.parcels, r.sent, r.received, bytes, unwanted, count]
             };
             let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
             Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))

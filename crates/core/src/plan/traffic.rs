@@ -16,6 +16,17 @@ use crate::options::{Options, Order, Scope, PAGE};
 use crate::way::Way;
 use std::collections::BTreeMap;
 
+/// Reads from storage.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StorageReads {
+    /// Bytes that they bring.
+    pub bytes: u64,
+    /// How many there are.
+    pub count: u64,
+    /// Bytes among them that the reader does not want.
+    pub unwanted: u64,
+}
+
 /// Bytes and reads of one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct OfRank {
@@ -33,8 +44,8 @@ pub struct OfRank {
     pub received: u64,
     /// Bytes that it reads from storage and that no rank wants. A lower limit where ranks want overlapping parts that differ.
     pub unwanted: u64,
-    /// Bytes that it would read without the others, how many reads that takes, and the bytes among them that it does not want.
-    pub alone: (u64, u64, u64),
+    /// Its reads without the others.
+    pub alone: StorageReads,
 }
 
 /// Bytes that cross the border of a node.
@@ -97,7 +108,7 @@ impl PlannedTraffic {
             nodes: vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)],
         };
         // What is wanted, and what one rank would read: the same for all ranks that have a list.
-        let mut of_lists: Vec<Option<(u64, (u64, u64, u64))>> = vec![None; wants.lists.len()];
+        let mut of_lists: Vec<Option<(u64, StorageReads)>> = vec![None; wants.lists.len()];
         let files = traits(checkpoint)?;
         for members in groups.iter().filter(|members| !members.is_empty()) {
             // Those that are no members want nothing.
@@ -124,11 +135,11 @@ impl PlannedTraffic {
                     }
                     if let Some(rank) = one {
                         // What only this rank wants. What several ranks want is in parcels.
-                        let (bytes, reads, unwanted) = reading.reads(Some(&RankShares::new(&shares, rank)));
+                        let reads = reading.reads(Some(&RankShares::new(&shares, rank)));
                         let rank = &mut found.ranks[rank as usize];
-                        rank.read += bytes;
-                        rank.reads += reads;
-                        rank.unwanted += unwanted;
+                        rank.read += reads.bytes;
+                        rank.reads += reads.count;
+                        rank.unwanted += reads.unwanted;
                     }
                 }
                 let (wanted, alone) = known.unwrap_or_default();
@@ -141,7 +152,7 @@ impl PlannedTraffic {
         }
         for (rank, node) in found.ranks.iter().zip(nodes) {
             found.nodes[*node as usize].read += rank.read;
-            found.nodes[*node as usize].alone += rank.alone.0;
+            found.nodes[*node as usize].alone += rank.alone.bytes;
         }
         Ok(found)
     }
@@ -267,8 +278,8 @@ impl<'a> Counting<'a> {
         Ok(Counting { checkpoint, layout, files, limits })
     }
 
-    /// Bytes of the reads, how many reads there are, and unwanted bytes: of everything, or with `ranks` of what is in no parcel.
-    fn reads(&self, ranks: Option<&RankShares<'_>>) -> (u64, u64, u64) {
+    /// The reads of everything, or with `ranks` of the bytes in no parcel.
+    fn reads(&self, ranks: Option<&RankShares<'_>>) -> StorageReads {
         let of_ranks: Vec<FileTraits>;
         let files = match ranks {
             None => self.files,
@@ -284,8 +295,8 @@ impl<'a> Counting<'a> {
             let there = (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
             there - (e.len - e.bytes_read())
         };
-        let (read, wanted): (u64, u64) = (extents.iter().map(bytes).sum(), extents.iter().map(|e| e.wanted).sum());
-        (read, extents.len() as u64, read - wanted)
+        let (bytes, wanted): (u64, u64) = (extents.iter().map(bytes).sum(), extents.iter().map(|e| e.wanted).sum());
+        StorageReads { bytes, count: extents.len() as u64, unwanted: bytes - wanted }
     }
 }
 
@@ -319,6 +330,10 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    fn reads(bytes: u64, count: u64, unwanted: u64) -> StorageReads {
+        StorageReads { bytes, count, unwanted }
+    }
+
     /// Four replicas of 8 MiB on two nodes: each reads 2 MiB, sends them three times, and gets 6.
     #[test]
     fn replicas_read_a_part_each_and_exchange_the_rest() {
@@ -334,7 +349,7 @@ mod tests {
             sent: 6 * MIB,
             received: 6 * MIB,
             unwanted: 0,
-            alone: (8 * MIB, 2, 0),
+            alone: reads(8 * MIB, 2, 0),
         };
         assert_eq!(found.ranks, [rank; 4]);
         let node = OfNode { read: 4 * MIB, alone: 16 * MIB, sent: 8 * MIB, received: 8 * MIB };
@@ -354,7 +369,7 @@ mod tests {
         assert_eq!(sum(|rank| rank.read), 8 * MIB, "whole pages: the last one has columns that nobody wants");
         assert_eq!(sum(|rank| rank.unwanted), 2 * MIB);
         // From the first to the last column that the rank wants, in two reads, which leave out a page between them.
-        let alone = (8 * MIB - 2 * PAGE, 2, 6 * MIB - 2 * PAGE);
+        let alone = reads(8 * MIB - 2 * PAGE, 2, 6 * MIB - 2 * PAGE);
         assert!(found.ranks.iter().all(|rank| (rank.wanted, rank.alone) == (2 * MIB, alone)), "{:?}", found.ranks);
     }
 
@@ -365,7 +380,7 @@ mod tests {
         let lists = [vec![], vec![Want::whole(0)]];
         let wants = RankWants { lists: &lists, of_rank: &[1; 5] };
         let found = PlannedTraffic::new(&checkpoint, wants, &[0, 1, 1, 2, 0], Scope::Node).unwrap();
-        let alone = (8 * MIB, 2, 0);
+        let alone = reads(8 * MIB, 2, 0);
         let (read, sent, received) = (4 * MIB, 4 * MIB, 4 * MIB);
         let one_of_two = OfRank { wanted: 8 * MIB, read, reads: 4, parcels: 4, sent, received, unwanted: 0, alone };
         let single = OfRank { wanted: 8 * MIB, read: 8 * MIB, reads: 2, alone, ..OfRank::default() };
@@ -401,7 +416,7 @@ mod tests {
         for rank in &found.ranks {
             assert_eq!((rank.wanted, rank.read, rank.sent, rank.received), (2 * MIB, 2 * MIB, MIB, MIB));
             // From the first wanted byte to the last: one half row is missing.
-            assert_eq!(rank.alone.0, 4 * MIB - 4096);
+            assert_eq!(rank.alone.bytes, 4 * MIB - 4096);
         }
     }
 
@@ -412,7 +427,8 @@ mod tests {
         let lists = [vec![Want::whole(0)], vec![Want::whole(1)]];
         let wants = RankWants { lists: &lists, of_rank: &[1, 0] };
         let found = PlannedTraffic::new(&checkpoint, wants, &[0, 0], Scope::World).unwrap();
-        let rank = OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: (4 * MIB, 1, 0), ..OfRank::default() };
+        let rank =
+            OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: reads(4 * MIB, 1, 0), ..OfRank::default() };
         assert_eq!(found.ranks, [rank; 2]);
         assert_eq!(found.nodes, [OfNode { read: 8 * MIB, alone: 8 * MIB, ..OfNode::default() }]);
     }
