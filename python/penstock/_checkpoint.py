@@ -434,7 +434,7 @@ class Checkpoint:
     # Planning
 
     def plan(self, wants: Sequence[Wants], nodes: int | Sequence[int] | None = None, *, scope: Scope = "world") -> Plan:
-        """Bytes that ranks read, send and receive if they load this checkpoint with ``group=``. Reads and asks nothing.
+        """Bytes that ranks read, send and receive if they load this checkpoint with ``group=``. Reads nothing.
 
         Every rank of such a load finds the same plan from the same wants, so this is what they will do.
 
@@ -447,17 +447,20 @@ class Checkpoint:
 
         Returns:
             A `Plan`, a dictionary whose keys are attributes too. ``alone`` is a load of each rank without the others,
-            ``together`` one load of all. Sizes are in bytes, and reads those past the page cache:
+            ``together`` one load of all. Sizes are in bytes, and reads those past the page cache, or from a server:
 
             - ``nbytes``: the size of the checkpoint; ``wanted_bytes``: what the ranks want, in sum.
             - ``alone_bytes``, ``together_bytes``: what the storage gives to all. ``sent_bytes``: what ranks send.
+            - ``alone_unwanted_bytes``, ``together_unwanted_bytes``: bytes of these that their rank, and that no rank,
+              wants: gaps between columns, and the rest of whole pages.
             - ``nodes``: for each node ``together_bytes``, ``alone_bytes``, and what it exchanges with other nodes,
               ``sent_bytes`` and ``received_bytes``.
             - ``ranks``: for each rank ``rank``, ``node``, ``wanted_bytes``, ``together_bytes`` in ``reads`` reads,
               ``parcels`` (those that others want too), ``sent_bytes``, ``received_bytes``, ``alone_bytes`` in
-              ``alone_reads`` reads.
+              ``alone_reads`` reads, and both unwanted ones.
 
-            ``plan.seconds(...)`` gives the least time of both, from rates.
+            ``plan.seconds(...)`` gives the least time of both, from rates. ``plan.unwanted()`` says what unwanted bytes
+            cost, and which option ends that; "" if they are few.
 
         Raises:
             UnknownTensorError, SliceError: a rank wants what is not there.

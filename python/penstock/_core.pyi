@@ -474,8 +474,8 @@ def traffic(
     """Bytes that ranks read, send and receive together, and would read alone. Opens no file.
 
     nodes: for each rank, the number of its node. within_nodes: only ranks of one node read for each other. Returns for
-    each rank (wanted, read, reads, parcels, sent, received, read alone, reads alone), and for each node (read, read
-    alone, sent to other nodes, received from other nodes), in bytes.
+    each rank (wanted, read, unwanted, reads, parcels, sent, received, read alone, unwanted alone, reads alone), and for
+    each node (read, read alone, sent to other nodes, received from other nodes), in bytes.
     """
 
 def pack_wants(
@@ -583,6 +583,9 @@ class Load:
         """Closes it and lets go of everything that was not handed out. Idempotent."""
     def progress(self) -> tuple[int, int]:
         """(bytes ready, bytes wanted)."""
+    def planned(self) -> tuple[int, int]:
+        """(wanted bytes, bytes of gaps between them that the plan reads); no gaps if the load maps resident pages and
+        reads nothing."""
     def report(self) -> dict[str, Any]: ...
     @property
     def traced(self) -> bool:

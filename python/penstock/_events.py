@@ -58,6 +58,11 @@ def in_engine(engine: str) -> None:
     _engine = engine
 
 
+def engine_of_process() -> str | None:
+    """The engine of which this process is one."""
+    return _engine
+
+
 def _format() -> str | None:
     """The format that was asked for, or None.
 

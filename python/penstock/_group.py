@@ -28,6 +28,7 @@ from ._member import Member, member_of
 from ._options import make_options
 from ._request import Agreement
 from ._selection import Selection
+from ._unwanted import ASKED_FOR, ON_GPU
 
 #: The version of the ranks' protocol. Ranks of different versions must not load together.
 _PROTOCOL = 6
@@ -207,7 +208,7 @@ class Rendezvous:
         known = _pass(self._rank, token, options)
         seat = self._seat = _core.Seat(address, options, known)
         alone = _rather_alone(selection, options, device)
-        waits = options.exchange != "off" and alone != _ON_GPU
+        waits = options.exchange != "off" and alone != ON_GPU
         before = [keys for keys in self._member.left if keys is not self._made]
         # A question takes longer than a few bytes
         if waits and (len(wants) <= _FEW or not store.check([self._prefix + wanted])):
@@ -222,7 +223,7 @@ class Rendezvous:
         if not waits and self._compared:
             # Ranks that wait see that here
             self._forget(before[: -_KEPT + 1])
-            return self._apart(options, alone or "asked for")
+            return self._apart(options, alone or ASKED_FOR)
         entries = self._entries(deadline)
         self._met = True
         self._forget(before)  # all ranks have come to this load, so those are over
@@ -237,7 +238,7 @@ class Rendezvous:
         if not self._compared and len({entry.identity for entry in entries}) > 1:
             self._compare_contents(core, entries, deadline, options.stall_timeout)
         unreachable = "" if within else unreachable
-        if reason := ("asked for" if options.exchange == "off" else auto and (_all_alone(entries) or unreachable)):
+        if reason := (ASKED_FOR if options.exchange == "off" else auto and (_all_alone(entries) or unreachable)):
             self._part(min(deadline, time.monotonic() + options.peer_timeout))
             return self._apart(options, reason)
         if unreachable:
@@ -637,7 +638,6 @@ def _unreachable(entries: Sequence[_Entry]) -> str:
 #: The reason for which a rank prefers to load alone.
 _RESIDENT = "the page cache of every rank holds all of its wanted bytes"
 _NO_OTHERS = 'scope="node", and no other rank is on this machine'
-_ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: exchange="on" asks for it'
 
 
 def _rather_alone(selection: Selection, options: Options, device: Device) -> str:
@@ -645,7 +645,7 @@ def _rather_alone(selection: Selection, options: Options, device: Device) -> str
     if options.exchange != "auto":
         return ""
     if not device.is_cpu and not device.is_meta:
-        return _ON_GPU
+        return ON_GPU
     if options.io not in ("auto", "mapped", "buffered", "uring_buffered"):
         return ""  # past the page cache, whatever that holds
     from ._patience import patiently
@@ -662,8 +662,8 @@ def _rather_alone(selection: Selection, options: Options, device: Device) -> str
 
 def _all_alone(entries: Sequence[_Entry]) -> str:
     """The reason for which all ranks load alone; "" if a trial decides."""
-    if any(entry.alone == _ON_GPU for entry in entries):
-        return _ON_GPU
+    if any(entry.alone == ON_GPU for entry in entries):
+        return ON_GPU
     return _RESIDENT if all(entry.alone == _RESIDENT for entry in entries) else ""
 
 

@@ -15,6 +15,9 @@ from ._terminal import table
 Wants = Mapping[str, Cut | None] | None
 """The wants of one rank: the part of each tensor by name (None: the whole), or None for everything."""
 
+_NOTABLE = 20
+"""Bytes that ranks do not want are spoken of if they are more than this part of those that they want: one by 20."""
+
 
 class Plan(dict[str, Any]):
     """The reads and messages of each rank: a dictionary, for JSON. Every key is an attribute too, and
@@ -76,7 +79,24 @@ class Plan(dict[str, Any]):
         count, nodes = len(self["ranks"]), len(self["nodes"])
         ranks = f"{count} rank{'s' * (count != 1)} on {nodes} node{'s' * (nodes != 1)}"
         wanted = f"{ranks} want {size_text(self['wanted_bytes'])} in sum, of {size_text(self['nbytes'])}"
-        return f"{wanted}\n{table(self.rows(), right=(1, 2))}"
+        lines = [wanted, table(self.rows(), right=(1, 2)), self.unwanted()]
+        return "\n".join(line for line in lines if line)
+
+    def unwanted(self) -> str:
+        """The bytes that ranks receive alone and do not want, why, and the option that ends that.
+
+        "" where they are at most a twentieth of the wanted bytes.
+        """
+        alone, together = self["alone_unwanted_bytes"], self["together_unwanted_bytes"]
+        if alone * _NOTABLE <= self["wanted_bytes"]:
+            return ""
+        said = (
+            f"alone, ranks receive {size_text(alone)} that they do not want: columns and small parts lie apart in the "
+        )
+        said += "file, and the bytes near them are read too"
+        if together < alone:
+            said += f'; exchange="on" (PENSTOCK_EXCHANGE=on) in loads with group= leaves {size_text(together)}'
+        return said
 
     def rows(self, times: Mapping[str, Mapping[str, Any]] | None = None) -> list[list[str]]:
         """The table of the summary; with the ``times`` that `seconds` gives."""
@@ -86,12 +106,13 @@ class Plan(dict[str, Any]):
             sends = way == "together"
             crossing = sum(node["sent_bytes"] for node in self["nodes"]) if sends else 0
             column = [way, size_text(self[f"{way}_bytes"]), size_text(most)]
+            column += [size_text(self[f"{way}_unwanted_bytes"])]
             column += [f"{sum(rank[reads] for rank in self['ranks']):,}"]
             column += [size_text(self["sent_bytes"] if sends else 0), size_text(crossing)]
             if times is not None and times[way]["seconds"] is not None:
                 column += [time_text(times[way]["seconds"]), times[way]["bound"]]
             columns.append(column)
-        head = ["", "read from storage", "  the most by one rank", "reads", "sent to other ranks"]
+        head = ["", "read from storage", "  the most by one rank", "  not wanted", "reads", "sent to other ranks"]
         head += ["  to other nodes", "time, at least", "bound by"]
         return [list(row) for row in zip(head[: len(columns[0])], *columns, strict=True)]
 
@@ -163,23 +184,25 @@ def plan_of(
     by_rank, by_node = _core.traffic(core, lists, [numbers[blob] for blob in packed_wants], of_rank, scope == "node")
     ranks = []
     for rank, (node, row) in enumerate(zip(of_rank, by_rank, strict=True)):
-        wanted, read, reads, parcels, sent, received, alone, alone_reads = row
+        wanted, read, unwanted, reads, parcels, sent, received, alone, alone_unwanted, alone_reads = row
         ranks.append(
             {
                 "rank": rank,
                 "node": node,
                 "wanted_bytes": wanted,
                 "together_bytes": read,
+                "together_unwanted_bytes": unwanted,
                 "reads": reads,
                 "parcels": parcels,
                 "sent_bytes": sent,
                 "received_bytes": received,
                 "alone_bytes": alone,
+                "alone_unwanted_bytes": alone_unwanted,
                 "alone_reads": alone_reads,
             }
         )
     names = ("together_bytes", "alone_bytes", "sent_bytes", "received_bytes")
     of_nodes = [dict(zip(names, row, strict=True)) for row in by_node]
-    sums = {key: sum(rank[key] for rank in ranks) for key in ("wanted_bytes", "alone_bytes", "together_bytes")}
-    sent = sum(rank["sent_bytes"] for rank in ranks)
-    return Plan(nbytes=core.nbytes(), **sums, sent_bytes=sent, nodes=of_nodes, ranks=ranks)
+    summed = ("wanted_bytes", "alone_bytes", "alone_unwanted_bytes", "together_bytes", "together_unwanted_bytes")
+    sums = {key: sum(rank[key] for rank in ranks) for key in (*summed, "sent_bytes")}
+    return Plan(nbytes=core.nbytes(), **sums, nodes=of_nodes, ranks=ranks)

@@ -123,6 +123,10 @@ def begin(
             exchange[1].close()  # a traceback would keep the connections, and they say that this rank is alive
         raise
     _begun[load] = _Begun(selection.core, request.device.of_core, stream)
+    if exchange is None and load.planned()[1]:
+        with importing():
+            from ._unwanted import say_planned
+        say_planned(load, request, apart)
     if stream:
         _streams.add(load)
     if caller_blocks and not stream and adapter is not None:

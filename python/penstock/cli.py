@@ -388,6 +388,8 @@ def _plan(args: argparse.Namespace) -> None:
         if parallel.tp > 1:
             lines.append(wrapped(f"not divided by tp: {size_text(cut.whole_bytes)}, whole on every rank that has them"))
         lines += ["", table(plan.rows(times), right=(1, 2)), ""]
+        if said := plan.unwanted():
+            lines.append(wrapped(said))
         if quicker is None:
             lines.append(wrapped("give --storage-rate, --node-rate or --network for times"))
         elif quicker == "equal":

@@ -203,6 +203,10 @@ impl Load {
         answer(py, || Ok(self.core.progress()))
     }
 
+    fn planned<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64)> {
+        answer(py, || Ok(self.core.planned()))
+    }
+
     fn report<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyDict>> {
         answer(py, || {
             let mut found = self.core.report();

@@ -11,7 +11,7 @@ use penstock::peers::{ListenAt, PeerKey, Reachable, StandingLinks};
 use penstock::peers::{Lookout as CoreLookout, Mesh as CoreMesh, Pass as CorePass, Seat as CoreSeat};
 use penstock::plan::packed;
 use penstock::plan::shares::{RankWants, Shares as CoreShares};
-use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic};
+use penstock::plan::traffic::{OfNode, OfRank, PlannedTraffic, StorageReads};
 use penstock::Want;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -408,9 +408,9 @@ pub(crate) fn missing_where_mappable<'py>(
     })
 }
 
-/// For each rank (wanted, read, reads, parcels, sent, received, bytes read alone, reads alone), and for each node (read, read
-/// alone, sent, received).
-type Table = (Vec<[u64; 8]>, Vec<[u64; 4]>);
+/// For each rank (wanted, read, unwanted, reads, parcels, sent, received, bytes read alone, unwanted alone, reads alone), and
+/// for each node (read, read alone, sent, received).
+type Table = (Vec<[u64; 10]>, Vec<[u64; 4]>);
 
 /// Bytes that ranks read, send and receive together, and would read alone. `within_nodes`: only ranks of one node
 /// read for each other. Opens no file.
@@ -431,7 +431,10 @@ pub(crate) fn traffic<'py>(
             let unpacked = lists.0.iter().map(|list| packed::unpack(list, core.len() as u32));
             let lists = unpacked.collect::<penstock::Result<Vec<Vec<Want>>>>()?;
             let found = PlannedTraffic::new(&core, RankWants { lists: &lists, of_rank: &of_rank.0 }, &nodes.0, scope)?;
-            let rank = |r: &OfRank| [r.wanted, r.read, r.reads, r.parcels, r.sent, r.received, r.alone.0, r.alone.1];
+            let rank = |r: &OfRank| {
+                let StorageReads { bytes, count, unwanted } = r.alone;
+                [r.wanted, r.read, r.unwanted, r.reads, r.parcels, r.sent, r.received, bytes, unwanted, count]
+            };
             let node = |n: &OfNode| [n.read, n.alone, n.sent, n.received];
             Ok((found.ranks.iter().map(rank).collect(), found.nodes.iter().map(node).collect()))
         })

@@ -31,9 +31,9 @@ from .._joined import joined
 from .._member import new_group, place_in
 from .._options import make_options
 from .._report import Report
+from .._unwanted import read_besides
 from ._index import absent
 from ._mapped import Mapped, NotMapped, close_all
-from ._read_besides import read_besides
 from ._recorder import Recorder, say_written, watching
 from ._reload import Cuts, Reloader, cuts_of
 from ._remote import Files, RemoteWeights

@@ -37,6 +37,7 @@ pub struct Load {
     pub(super) shared: Arc<Shared>,
     pub(super) thread: Mutex<Option<JoinHandle<()>>>,
     pub(super) nbytes: u64,
+    pub(super) gaps: u64,
     /// The files of a stream that maps some of them, and which: for the check, at hand-out, that they are still as long as
     /// they were.
     pub(super) mapped: Option<(Arc<Storage>, Arc<Routing>)>,
@@ -239,6 +240,11 @@ impl Load {
     /// Wanted bytes that have arrived, and wanted bytes in all.
     pub fn progress(&self) -> (u64, u64) {
         (self.shared.lock().arrived, self.nbytes)
+    }
+
+    /// Wanted bytes, and bytes of gaps that the plan reads with them. 0 gaps if the load maps resident pages and reads nothing.
+    pub fn planned(&self) -> (u64, u64) {
+        (self.nbytes, self.gaps)
     }
 
     /// The report of the load; complete when it has ended.

@@ -176,6 +176,7 @@ fn assemble(
     let (nbytes, layout, schedule) = (plan.report.nbytes, Arc::new(plan.layout), Arc::new(plan.schedule));
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
+    let gaps = if routing.here { 0 } else { plan.report.unwanted.gap };
     let asked = SourceRequest { timeline: timeline.clone(), ..SourceRequest::new(options.io, routing.clone()) };
     let (source, received) = source(&files, &asked, stand_ins.decorate, exchange.as_ref(), &schedule)?;
     let ours = || device(at, &schedule, &options, timeline.as_ref());
@@ -214,7 +215,7 @@ fn assemble(
     let is_mapped = stream && routing.ways.iter().any(|way| way.is_mapped());
     let mapped = is_mapped.then(|| checkpoint.storage()).transpose()?.map(|files| (Arc::new(files), routing));
     let (thread, pid) = (Mutex::new(run(driver, fence)?), std::process::id());
-    Ok(Load { mapped, checkpoint, wants, layout, shared, thread, nbytes, timeline, pid })
+    Ok(Load { mapped, checkpoint, wants, layout, shared, thread, nbytes, gaps, timeline, pid })
 }
 
 /// The most staging memory that the load takes. The report says so if that is less than the options allow.

@@ -16,7 +16,7 @@ use crate::machine;
 use crate::options::{Io, Options, Order, HUGE_PAGE, LEAST_EXTENT, PAGE, ROW_GAP};
 use crate::rows;
 use crate::stats::{Report, Unwanted};
-use crate::store::{FsKind, Storage};
+use crate::store::{Facts, FsKind, Storage};
 use crate::way::{Cold, Routing, Through, Way};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -107,12 +107,11 @@ impl Planned {
             // touch must not have to read the disk.
             let resident = if way.is_mapped() && surveyed.sampled { Vec::new() } else { surveyed.resident };
             let storage = surveyed.facts.storage as u32;
-            // Stores know what their requests cost.
-            let extent = surveyed.facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE);
+            let extent = declared_extent(&surveyed.facts, options);
             slab = slab.max(extent.or(Some(options.extent.next_multiple_of(HUGE_PAGE))));
             let least = options.least_gap();
-            let declared = surveyed.facts.gap.filter(|_| ranks.is_none()).or(measured);
-            let gap = declared.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least));
+            let declared = declared_gap(&surveyed.facts, options).filter(|_| ranks.is_none());
+            let gap = declared.or(measured.map(|bytes| bytes.min(extent.unwrap_or(options.extent)).max(least)));
             report.gap_limit = report.gap_limit.max(gap.unwrap_or(least));
             // Short rows in the page cache cost least one by one, without the long gaps between them.
             let in_cache = surveyed.facts.kind != FsKind::Network && surveyed.facts.kind != FsKind::Remote;
@@ -142,6 +141,17 @@ impl Planned {
         let slab = if ranks.is_some() { slab.max(2 * PARCEL) } else { slab };
         Ok(Planned { layout, schedule, routing, slab, uses_disk, report, unwanted })
     }
+}
+
+/// The longest read of a file, where its store declares one: stores know what their requests cost.
+pub(super) fn declared_extent(facts: &Facts, options: &Options) -> Option<u64> {
+    facts.extent.map(|bytes| bytes.max(LEAST_EXTENT).min(options.extent) / PAGE * PAGE)
+}
+
+/// The longest hole that is read and not skipped, where the store of a file declares one.
+pub(super) fn declared_gap(facts: &Facts, options: &Options) -> Option<u64> {
+    let extent = declared_extent(facts, options).unwrap_or(options.extent);
+    facts.gap.map(|bytes| bytes.min(extent).max(options.least_gap()))
 }
 
 /// Whether this machine's page cache holds everything from the first to the last wanted byte of each file. Asks the file

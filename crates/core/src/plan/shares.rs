@@ -210,6 +210,27 @@ impl Shares {
         })
     }
 
+    /// Bytes of a parcel that some rank wants. Equal parts of several ranks count once. Where parts overlap and differ, each
+    /// counts, so it may be too much.
+    pub(crate) fn wanted(&self, checkpoint: &Checkpoint, parcel: &Parcel) -> u64 {
+        let (mut lists, mut parts, mut sum) = (Vec::new(), Vec::new(), 0);
+        for &rank in self.audience(parcel) {
+            let list = self.of_rank[rank as usize];
+            if lists.contains(&list) {
+                continue;
+            }
+            lists.push(list);
+            for part in self.parts(checkpoint, rank, parcel) {
+                let want = self.lists[list as usize].want(part.want);
+                if !parts.contains(&want) {
+                    parts.push(want);
+                    sum += part.dense.end - part.dense.start;
+                }
+            }
+        }
+        sum.min(parcel.end - parcel.start)
+    }
+
     /// The runs of one of a rank's wants.
     pub fn runs(&self, rank: u32, want: u32) -> Runs {
         let (tensor, pattern) = self.lists[self.of_rank[rank as usize] as usize].want(want);

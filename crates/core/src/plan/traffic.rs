@@ -1,19 +1,31 @@
 //! Traffic: the bytes and reads that shares mean for each rank and each node, and what each rank would read alone.
 //!
-//! It is pure, as the shares are: no file is opened. Reads are counted as those of a load past the page cache: whole pages, and
-//! holes of up to 16 KiB. Stores with other declared lengths make other reads of the same bytes.
+//! No file is opened. Reads are counted as those of a load past the page cache: of files of this machine whole pages, and holes
+//! of up to 16 KiB; of objects of a store as it declares.
 
 use super::layout::{Layout, Target};
 use super::packed;
+use super::planned::{declared_extent, declared_gap};
 use super::schedule::{FileTraits, Limits, RankShares, Schedule};
 use super::shares::{RankWants, Shares};
 use super::want::{Runs, Want};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Extent, Lane};
-use crate::format::Checkpoint;
+use crate::format::{Checkpoint, ShardFile};
 use crate::options::{Options, Order, Scope, PAGE};
 use crate::way::Way;
 use std::collections::BTreeMap;
+
+/// Reads from storage.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StorageReads {
+    /// Bytes that they bring.
+    pub bytes: u64,
+    /// How many there are.
+    pub count: u64,
+    /// Bytes among them that the reader does not want.
+    pub unwanted: u64,
+}
 
 /// Bytes and reads of one rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -30,8 +42,10 @@ pub struct OfRank {
     pub sent: u64,
     /// Bytes that other ranks send to it.
     pub received: u64,
-    /// Bytes that it would read without the others, and how many reads that takes.
-    pub alone: (u64, u64),
+    /// Bytes that it reads from storage and that no rank wants. A lower limit where ranks want overlapping parts that differ.
+    pub unwanted: u64,
+    /// Its reads without the others.
+    pub alone: StorageReads,
 }
 
 /// Bytes that cross the border of a node.
@@ -94,7 +108,8 @@ impl PlannedTraffic {
             nodes: vec![OfNode::default(); nodes.iter().max().map_or(0, |last| *last as usize + 1)],
         };
         // What is wanted, and what one rank would read: the same for all ranks that have a list.
-        let mut of_lists: Vec<Option<(u64, (u64, u64))>> = vec![None; wants.lists.len()];
+        let mut of_lists: Vec<Option<(u64, StorageReads)>> = vec![None; wants.lists.len()];
+        let files = traits(checkpoint)?;
         for members in groups.iter().filter(|members| !members.is_empty()) {
             // Those that are no members want nothing.
             let mut used: Vec<u32> = members.iter().map(|rank| wants.of_rank[*rank as usize]).collect();
@@ -113,16 +128,18 @@ impl PlannedTraffic {
                 let one = (of_list.len() == 1).then_some(of_list[0]);
                 let known = &mut of_lists[*list as usize];
                 if known.is_none() || one.is_some() {
-                    let reading = Counting::new(checkpoint, wants)?;
+                    let reading = Counting::new(checkpoint, wants, &files)?;
                     if known.is_none() {
                         let bytes = wants.iter().map(|want| Ok(Runs::of(checkpoint, want)?.nbytes()));
                         *known = Some((bytes.sum::<Result<u64>>()?, reading.reads(None)));
                     }
                     if let Some(rank) = one {
                         // What only this rank wants. What several ranks want is in parcels.
-                        let (bytes, reads) = reading.reads(Some(&RankShares::new(&shares, rank)));
-                        found.ranks[rank as usize].read += bytes;
-                        found.ranks[rank as usize].reads += reads;
+                        let reads = reading.reads(Some(&RankShares::new(&shares, rank)));
+                        let rank = &mut found.ranks[rank as usize];
+                        rank.read += reads.bytes;
+                        rank.reads += reads.count;
+                        rank.unwanted += reads.unwanted;
                     }
                 }
                 let (wanted, alone) = known.unwrap_or_default();
@@ -131,23 +148,35 @@ impl PlannedTraffic {
                     found.ranks[rank as usize].alone = alone;
                 }
             }
-            found.add_parcels(checkpoint, &shares, &of_rank, nodes);
+            found.add_parcels(checkpoint, &shares, &of_rank, nodes, &files);
         }
         for (rank, node) in found.ranks.iter().zip(nodes) {
             found.nodes[*node as usize].read += rank.read;
-            found.nodes[*node as usize].alone += rank.alone.0;
+            found.nodes[*node as usize].alone += rank.alone.bytes;
         }
         Ok(found)
     }
 
     /// Adds what is read by one rank for itself and others.
-    fn add_parcels(&mut self, checkpoint: &Checkpoint, shares: &Shares, of_rank: &[u32], nodes: &[u32]) {
+    fn add_parcels(
+        &mut self,
+        checkpoint: &Checkpoint,
+        shares: &Shares,
+        of_rank: &[u32],
+        nodes: &[u32],
+        files: &[FileTraits],
+    ) {
         let PlannedTraffic { ranks, nodes: found } = self;
         let mut groups: BTreeMap<u32, Alike> = BTreeMap::new();
         for parcel in shares.parcels() {
             let size = checkpoint.files()[parcel.file as usize].size;
             let reader = &mut ranks[parcel.reader as usize];
-            reader.read += parcel.end.next_multiple_of(PAGE).min(size) - parcel.start / PAGE * PAGE;
+            let bytes = match files[parcel.file as usize].way.cold.whole_units {
+                true => parcel.end.next_multiple_of(PAGE).min(size) - parcel.start / PAGE * PAGE,
+                false => parcel.end - parcel.start,
+            };
+            reader.read += bytes;
+            reader.unwanted += bytes - shares.wanted(checkpoint, parcel);
             reader.reads += 1;
             reader.parcels += 1;
             let group = groups.entry(parcel.audience_number()).or_insert_with(|| {
@@ -209,21 +238,35 @@ impl Alike {
     }
 }
 
+/// The traits of each file for a load past the page cache. Objects of a store have the lengths that it declares.
+fn traits(checkpoint: &Checkpoint) -> Result<Vec<FileTraits>> {
+    let (options, storage) = (Options::default(), checkpoint.storage()?);
+    let of = |(number, file): (u32, &ShardFile)| {
+        if file.location.scheme().is_none() {
+            let way = Way { cold: Lane::DIRECT, ..Way::default() };
+            return Ok(FileTraits { unit: Some(512), way, ..FileTraits::default() });
+        }
+        let facts = storage.facts(number)?;
+        let lane = facts.lanes.past_cache.unwrap_or(facts.lanes.any);
+        let way = Way { cold: lane, warm: lane, parts: facts.lanes.any, ..Way::default() };
+        let (unit, extent) = (facts.lanes.unit, declared_extent(&facts, &options));
+        Ok(FileTraits { unit, way, extent, gap: declared_gap(&facts, &options), ..FileTraits::default() })
+    };
+    (0..).zip(checkpoint.files()).map(of).collect()
+}
+
 /// The reads of one list of wants, past the page cache.
 struct Counting<'a> {
     checkpoint: &'a Checkpoint,
     layout: Layout,
-    files: Vec<FileTraits>,
+    files: &'a [FileTraits],
     limits: Limits,
 }
 
 impl<'a> Counting<'a> {
-    fn new(checkpoint: &'a Checkpoint, wants: &[Want]) -> Result<Counting<'a>> {
+    fn new(checkpoint: &'a Checkpoint, wants: &[Want], files: &'a [FileTraits]) -> Result<Counting<'a>> {
         let options = Options::default();
         let layout = Layout::new(checkpoint, wants, &Target::Gpu, Order::File)?;
-        let way = Way { cold: Lane::DIRECT, ..Way::default() };
-        let file = FileTraits { unit: Some(512), way, ..FileTraits::default() };
-        let files = vec![file; checkpoint.files().len()];
         let limits = Limits {
             extent: options.extent,
             gap: options.least_gap(),
@@ -231,19 +274,29 @@ impl<'a> Counting<'a> {
             direct_in_place: true,
             window: None,
         };
-        Schedule::check(checkpoint, wants, &layout, &files, &limits)?;
+        Schedule::check(checkpoint, wants, &layout, files, &limits)?;
         Ok(Counting { checkpoint, layout, files, limits })
     }
 
-    /// Bytes of the reads, and how many reads there are: of everything, or with `ranks` of what is in no parcel.
-    fn reads(&self, ranks: Option<&RankShares<'_>>) -> (u64, u64) {
-        let schedule = Schedule::of_rank(self.checkpoint, &self.layout, &self.files, &self.limits, ranks);
+    /// The reads of everything, or with `ranks` of the bytes in no parcel.
+    fn reads(&self, ranks: Option<&RankShares<'_>>) -> StorageReads {
+        let of_ranks: Vec<FileTraits>;
+        let files = match ranks {
+            None => self.files,
+            // These gaps are other ranks' bytes: they do not read them.
+            Some(_) => {
+                of_ranks = self.files.iter().map(|file| FileTraits { gap: None, ..file.clone() }).collect();
+                &of_ranks
+            }
+        };
+        let schedule = Schedule::of_rank(self.checkpoint, &self.layout, files, &self.limits, ranks);
         let extents: Vec<&Extent> = schedule.extents.iter().filter(|e| e.shared.is_none()).collect();
         let bytes = |e: &&Extent| {
             let there = (e.offset + e.len).min(self.checkpoint.files()[e.file as usize].size) - e.offset;
             there - (e.len - e.bytes_read())
         };
-        (extents.iter().map(bytes).sum(), extents.len() as u64)
+        let (bytes, wanted): (u64, u64) = (extents.iter().map(bytes).sum(), extents.iter().map(|e| e.wanted).sum());
+        StorageReads { bytes, count: extents.len() as u64, unwanted: bytes - wanted }
     }
 }
 
@@ -277,6 +330,10 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
+    fn reads(bytes: u64, count: u64, unwanted: u64) -> StorageReads {
+        StorageReads { bytes, count, unwanted }
+    }
+
     /// Four replicas of 8 MiB on two nodes: each reads 2 MiB, sends them three times, and gets 6.
     #[test]
     fn replicas_read_a_part_each_and_exchange_the_rest() {
@@ -291,11 +348,29 @@ mod tests {
             parcels: 2,
             sent: 6 * MIB,
             received: 6 * MIB,
-            alone: (8 * MIB, 2),
+            unwanted: 0,
+            alone: reads(8 * MIB, 2, 0),
         };
         assert_eq!(found.ranks, [rank; 4]);
         let node = OfNode { read: 4 * MIB, alone: 16 * MIB, sent: 8 * MIB, received: 8 * MIB };
         assert_eq!(found.nodes, [node; 2]);
+    }
+
+    /// Three of four ranks of a row-parallel weight: rows of 8 KiB, of which each wants 2 KiB.
+    #[test]
+    fn columns_bring_what_their_rank_does_not_want_or_what_no_rank_wants() {
+        let (checkpoint, _folder) = checkpoint(&[("w", &[1024, 4096])]);
+        let columns = |at: u64| vec![Want::part(0, [0..1024, 1024 * at..1024 * (at + 1)])];
+        // Equal wants in two lists are one part.
+        let lists = [columns(0), columns(1), columns(2), columns(2)];
+        let wants = RankWants { lists: &lists, of_rank: &[0, 1, 2, 3] };
+        let found = PlannedTraffic::new(&checkpoint, wants, &[0; 4], Scope::World).unwrap();
+        let sum = |of: fn(&OfRank) -> u64| found.ranks.iter().map(of).sum::<u64>();
+        assert_eq!(sum(|rank| rank.read), 8 * MIB, "whole pages: the last one has columns that nobody wants");
+        assert_eq!(sum(|rank| rank.unwanted), 2 * MIB);
+        // From the first to the last column that the rank wants, in two reads, which leave out a page between them.
+        let alone = reads(8 * MIB - 2 * PAGE, 2, 6 * MIB - 2 * PAGE);
+        assert!(found.ranks.iter().all(|rank| (rank.wanted, rank.alone) == (2 * MIB, alone)), "{:?}", found.ranks);
     }
 
     /// The same, but that nothing crosses the border of a node; a fifth rank alone on its node reads everything.
@@ -305,9 +380,9 @@ mod tests {
         let lists = [vec![], vec![Want::whole(0)]];
         let wants = RankWants { lists: &lists, of_rank: &[1; 5] };
         let found = PlannedTraffic::new(&checkpoint, wants, &[0, 1, 1, 2, 0], Scope::Node).unwrap();
-        let alone = (8 * MIB, 2);
-        let one_of_two =
-            OfRank { wanted: 8 * MIB, read: 4 * MIB, reads: 4, parcels: 4, sent: 4 * MIB, received: 4 * MIB, alone };
+        let alone = reads(8 * MIB, 2, 0);
+        let (read, sent, received) = (4 * MIB, 4 * MIB, 4 * MIB);
+        let one_of_two = OfRank { wanted: 8 * MIB, read, reads: 4, parcels: 4, sent, received, unwanted: 0, alone };
         let single = OfRank { wanted: 8 * MIB, read: 8 * MIB, reads: 2, alone, ..OfRank::default() };
         assert_eq!(found.ranks, [one_of_two, one_of_two, one_of_two, single, one_of_two]);
         let two = OfNode { read: 8 * MIB, alone: 16 * MIB, ..OfNode::default() };
@@ -341,7 +416,7 @@ mod tests {
         for rank in &found.ranks {
             assert_eq!((rank.wanted, rank.read, rank.sent, rank.received), (2 * MIB, 2 * MIB, MIB, MIB));
             // From the first wanted byte to the last: one half row is missing.
-            assert_eq!(rank.alone.0, 4 * MIB - 4096);
+            assert_eq!(rank.alone.bytes, 4 * MIB - 4096);
         }
     }
 
@@ -352,7 +427,8 @@ mod tests {
         let lists = [vec![Want::whole(0)], vec![Want::whole(1)]];
         let wants = RankWants { lists: &lists, of_rank: &[1, 0] };
         let found = PlannedTraffic::new(&checkpoint, wants, &[0, 0], Scope::World).unwrap();
-        let rank = OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: (4 * MIB, 1), ..OfRank::default() };
+        let rank =
+            OfRank { wanted: 4 * MIB, read: 4 * MIB, reads: 1, alone: reads(4 * MIB, 1, 0), ..OfRank::default() };
         assert_eq!(found.ranks, [rank; 2]);
         assert_eq!(found.nodes, [OfNode { read: 8 * MIB, alone: 8 * MIB, ..OfNode::default() }]);
     }
