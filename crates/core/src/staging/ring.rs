@@ -520,7 +520,7 @@ impl Share {
     /// `Unsupported`, `Permission`, `Limit`, `OutOfMemory`, `Io`: the system refuses a first page of such memory, and the slabs
     /// stay private.
     pub fn share_slabs(&mut self) -> Result<()> {
-        memory_file::allocate(&memory_file::create(page_size())?, page_size())?;
+        memory_file::allocate(&memory_file::create(page_size())?, 0, page_size())?;
         self.shared = true;
         Ok(())
     }
