@@ -216,7 +216,7 @@ impl Ring {
     /// # Errors
     /// The errors of [`Share::share_slabs`].
     pub(crate) fn can_share() -> Result<()> {
-        memory_file::allocate(&memory_file::create(page_size())?, page_size())
+        memory_file::allocate(&memory_file::create(page_size())?, 0, page_size())
     }
 
     /// A place in the ring for a load that wants slabs of `slab_bytes` under a limit of `limit` bytes. Slabs of a huge page or

@@ -14,8 +14,8 @@ use std::sync::PoisonError;
 use std::{mem, ptr};
 
 /// One staging buffer, not inherited by a forked child. It is private anonymous memory, a file in memory that other
-/// processes can map, or such a file of another process. From the size of a huge page on it asks for huge pages: private
-/// memory gets them, files where [the kernel does so](super::shared_memory_pages).
+/// processes can map, or such a file of another process. From the size of a huge page on it consists of huge pages, where the
+/// kernel has them.
 pub struct Slab {
     /// Always there until it is dropped.
     memory: Option<Anonymous>,
@@ -49,7 +49,9 @@ impl Slab {
         let len = len.next_multiple_of(page_size());
         let file = File::from(memory_file::create(len)?);
         let facts = file.metadata().map_err(|cause| Error::io("look at shared memory (fstat)", &cause))?;
-        let mut slab = Self::over(Anonymous::shared(&file, len)?);
+        let memory = Anonymous::shared(&file, len)?;
+        memory_file::take_memory(&file, &memory)?;
+        let mut slab = Self::over(memory);
         (slab.file, slab.identity) = (Some(file), Some(memory_file::identity(&facts)));
         Ok(slab)
     }
