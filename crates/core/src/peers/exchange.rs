@@ -463,10 +463,10 @@ impl Serving {
         }
         self.parcel_of.remove(&read.ticket);
         let shared = Arc::downgrade(&self.shared);
-        let borrowed = Borrowed::new(slab, (read.offset - begins) as usize, move |_slab| {
+        let borrowed = Borrowed::new(slab, (read.offset - begins) as usize, move |slab| {
             // After the load nobody waits for it: its lender has given the slab up.
             if let Some(shared) = shared.upgrade() {
-                lock(&shared.state).returned.push((parcel, true));
+                lock(&shared.state).returned.push((parcel, !slab.is_refused()));
                 shared.orders.notify();
             }
         });

@@ -11,9 +11,9 @@ use super::slab_link::{Message, SlabLink, SlabListener};
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::staging::{Ring, Slab};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{OwnedFd, RawFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Bytes that name a process, a place or a secret.
 type Name = [u8; 16];
@@ -105,6 +105,9 @@ impl Neighbours {
             Ok((shares, listener)) => (shares, Some(listener), ParcelWay::Undecided, None),
             Err(why) => (Introduction::Refuses(why.clone()), None, ParcelWay::Socket, Some(why)),
         };
+        if listener.is_some() {
+            forget_dead_owners();
+        }
         let count = ranks.len();
         let mut neighbours = Neighbours {
             rank,
@@ -179,6 +182,14 @@ impl Neighbours {
     }
 
     fn decide(&mut self, at: usize, way: ParcelWay, news: &mut Vec<News>) {
+        if let (ParcelWay::Slab, Some(link)) = (way, &mut self.links[at]) {
+            if let Some(owner) = self.owners[at] {
+                owners().insert(owner, link.process());
+            }
+            if let Err(e) = link.say(&Message::Keeps(Ring::process().registered_inodes())) {
+                self.breaks(at, e.to_string(), news);
+            }
+        }
         for parcel in self.loans.decide(at, way) {
             match way {
                 ParcelWay::Slab => self.offer(at, parcel, news),
@@ -326,6 +337,11 @@ impl Neighbours {
                 self.decide(at, ParcelWay::Slab, news);
                 Ok(())
             }
+            Message::Keeps(inodes) => {
+                let owner = self.owners[at].iter();
+                owner.for_each(|owner| Ring::process().disown(*owner, &|(_, inode)| inodes.contains(&inode)));
+                Ok(())
+            }
             Message::Offer { parcel, slab, begins, len } => self.is_offered(at, (parcel, slab, begins, len), fd, news),
             Message::Returned { parcel, again } => self.loans.returned(at, parcel).map(|free| {
                 if !again {
@@ -371,6 +387,22 @@ impl Neighbours {
         }
         Ok(())
     }
+}
+
+/// The processes that have lent slabs to this one.
+static OWNERS: Mutex<BTreeMap<Name, i32>> = Mutex::new(BTreeMap::new());
+
+fn owners() -> MutexGuard<'static, BTreeMap<Name, i32>> {
+    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets go of the slabs of processes that have ended.
+fn forget_dead_owners() {
+    let mut owners = owners();
+    // SAFETY: signal 0 is none: it only says whether there is such a process.
+    let lives = |pid: i32| pid > 0 && unsafe { libc::kill(pid, 0) } == 0;
+    owners.retain(|_, pid| lives(*pid));
+    Ring::process().disown_all_but(&|owner| owners.contains_key(owner));
 }
 
 /// The machine that this process runs on: the same for two processes only where one kernel runs them.

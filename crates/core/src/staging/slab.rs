@@ -9,7 +9,7 @@ use crate::sync::{lock, Mutex};
 use std::any::Any;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::PoisonError;
 use std::{mem, ptr};
 
@@ -25,6 +25,8 @@ pub struct Slab {
     identity: Option<MemoryFileId>,
     /// Called when another process' slab is registered.
     keep: Option<KeepSlab>,
+    /// A driver has refused to register it.
+    refused: AtomicBool,
     pid: u32,
     /// By number of the driver. Dropped, hence undone, before the memory is unmapped.
     registrations: Mutex<Vec<(u64, Box<dyn Any + Send>)>>,
@@ -67,7 +69,8 @@ impl Slab {
         memory.keep_from_children();
         let (pid, registered) = (std::process::id(), AtomicU64::new(0));
         let (memory, registrations) = (Some(memory), Mutex::default());
-        Self { memory, file: None, identity: None, keep: None, pid, registrations, registered }
+        let refused = AtomicBool::new(false);
+        Self { memory, file: None, identity: None, keep: None, refused, pid, registrations, registered }
     }
 
     /// First byte; a multiple of [`HUGE_PAGE`] if the slab has that size, else of a page.
@@ -114,6 +117,21 @@ impl Slab {
             keep(self);
         }
         Ok(())
+    }
+
+    /// Whether it is another process' slab.
+    pub(crate) fn is_adopted(&self) -> bool {
+        self.keep.is_some()
+    }
+
+    /// A driver has refused to register it, and is not asked again.
+    pub(crate) fn refuse(&self) {
+        self.refused.store(true, Ordering::Release);
+    }
+
+    /// Whether a driver has refused to register it.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refused.load(Ordering::Acquire)
     }
 
     /// Makes its pages resident, so that who registers it finds them there. Advice: what is refused happens at first touch.
