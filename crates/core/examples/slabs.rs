@@ -44,11 +44,6 @@ fn run() -> Outcome<()> {
             path => file = Some(OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?),
         }
     }
-    println!(
-        "pages of shared slabs: {}; {rounds} rounds of {SLABS} slabs of {} MiB",
-        shared_memory_pages(),
-        SLAB >> 20
-    );
     let mut table = Table::default();
     let mut destination = vec![1u8; SLAB * SLABS];
     for round in 0..rounds {
@@ -57,6 +52,7 @@ fn run() -> Outcome<()> {
         }
     }
     table.print();
+    println!("{rounds} rounds of {SLABS} slabs; pages of shared ones: {}", shared_memory_pages());
     Ok(())
 }
 
