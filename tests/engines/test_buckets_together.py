@@ -36,6 +36,7 @@ def check_served(ports: list[Counted], reports: list[dict[str, Any]], folder: Pa
     """Of all ranks together."""
     exchanged = [report["exchange"] for report in reports]
     assert sum(one["sent_bytes"] for one in exchanged) == sum(one["received_bytes"] for one in exchanged) > 0
+    assert all(one["lent_bytes"] == one["sent_bytes"] for one in exchanged), "in shared memory, not by sockets"
     received = [report["network"]["received_bytes"] for report in reports]
     assert sum(received) <= 1.01 * size_of(folder) + sum(report["materialised_bytes"] for report in reports)
     if folder.parent.name.startswith("long-llama"):  # with what was read to open it, and with all that HTTP adds

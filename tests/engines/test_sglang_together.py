@@ -35,6 +35,7 @@ def test_ranks_that_read_for_each_other_have_the_same_parameters_and_read_each_b
     ranks = [one["ranks"][0] for one in found]
     exchanged = [one["exchange"] for one in ranks]
     assert sum(e["sent_bytes"] for e in exchanged) == sum(e["received_bytes"] for e in exchanged) > 0
+    assert all(e["lent_bytes"] == e["sent_bytes"] for e in exchanged), "in shared memory, not by sockets"
     # What a loader asks for at once, each rank reads alone: DeepSeek's two projections
     at_once = sum(one["reports"][0]["materialised_bytes"] for one in found)
     read = sum(one["read"] - one["slack_bytes"] for one in ranks)
