@@ -1,6 +1,6 @@
 """Two ranks that load together onto one GPU, and exchange what both want: each is a process of its own.
 
-Beside them one process alone: what two take longer is what they cost each other. Without a GPU each process has a fake one
+Beside them one process alone: what two take longer is what they cost each other. Without a GPU each has a fake one
 of its own.
 """
 
