@@ -12,7 +12,7 @@ use crate::device::{Copied, Device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, Ticket};
 use crate::source::{Destination, Done, Progress, Read, Source};
-use crate::staged::Borrowed;
+use crate::staging::Borrowed;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
 use crate::wake::Wake;

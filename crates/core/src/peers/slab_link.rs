@@ -82,9 +82,9 @@ impl Message {
             (1, 0) => Message::Welcome,
             (2, 24) => Message::Offer { parcel: word(0)?, slab: word(4)?, begins: long(8)?, len: long(16)? },
             (3, 5) => Message::Returned { parcel: word(0)?, again: rest[4] != 0 },
-            (5, _) => {
-                let (inodes, []) = rest.as_chunks() else { return None };
-                Message::Keeps(inodes.iter().map(|inode| u64::from_le_bytes(*inode)).collect())
+            (5, bytes) if bytes % 8 == 0 => {
+                let inodes = rest.chunks_exact(8).filter_map(|inode| Some(u64::from_le_bytes(*inode.first_chunk()?)));
+                Message::Keeps(inodes.collect())
             }
             (4, 4..) => Message::Refused { parcel: word(0)?, why: String::from_utf8_lossy(&rest[4..]).into_owned() },
             _ => return None,
@@ -341,7 +341,7 @@ fn receive(socket: RawFd) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while let Some(one) = header.as_ref() {
             if one.cmsg_level == libc::SOL_SOCKET && one.cmsg_type == libc::SCM_RIGHTS {
-                let space = one.cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                let space = one.cmsg_len - libc::CMSG_LEN(0) as usize;
                 for number in 0..space / size_of::<RawFd>() {
                     let fd = libc::CMSG_DATA(header).cast::<RawFd>().add(number).read_unaligned();
                     // One is expected. Others are closed.

@@ -54,9 +54,11 @@ mod adopted;
 mod memory_file;
 mod ring;
 mod slab;
+mod staged;
 #[cfg(test)]
 mod tests;
 
 pub use memory_file::shared_memory_pages;
 pub use ring::{Growth, Lease, Ring, Share, Staging};
 pub use slab::Slab;
+pub(crate) use staged::{Borrowed, Staged};
