@@ -94,20 +94,26 @@ def test_each_byte_leaves_the_server_once_for_all_ranks_of_vllm(
     check_served([ports[model, rank] for rank in ranks], [one["reports"][0] for one in found], checkpoint(model))
 
 
-def test_each_byte_leaves_the_server_once_for_both_ranks_of_sglang(
-    server: Server, checkpoint: Callable[[str], Path], without_weights: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("world", WORLDS)
+def test_each_byte_leaves_the_server_once_for_all_ranks_of_sglang(
+    world: str,
+    server: Server,
+    checkpoint: Callable[[str], Path],
+    without_weights: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    ranks = range(2)
-    ports = {(model, rank): Counted(server.port) for model in MODELS for rank in ranks}
+    ranks, models = range(ranks_of(world)), [model for model in MODELS if has(world, model)]
+    ports = {(model, rank): Counted(server.port) for model in models for rank in ranks}
+    args = {"args": {"ep_size": 2}} if world == "ep2" else {}
 
     def task(model: str) -> dict[str, Any]:
         given = [asked_for(model, ports[model, rank].port) for rank in ranks]
         folders = {"folder": str(without_weights(model)), "weights": str(checkpoint(model))}
-        return {"name": model, "do": "elsewhere", "with": {**folders, "extra": given}}
+        return {"name": model, "do": "elsewhere", "with": {**folders, **args, "extra": given}}
 
     try:
-        run = Run(2, [task(model) for model in MODELS], tmp_path)
-        for model in MODELS:
+        run = Run(len(ranks), [task(model) for model in models], tmp_path)
+        for model in models:
             found = run.of(model)
             for one in found:
                 assert one["parameters"] > 0
