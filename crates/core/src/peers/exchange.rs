@@ -249,17 +249,19 @@ impl Serving {
     ) -> Serving {
         let now = Instant::now();
         let (mut peers, mut others) = (Vec::new(), Vec::new());
-        for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts) {
+        for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts.iter().cloned()) {
             let Some(link) = link else { continue };
             let (out, heard, said) = (VecDeque::new(), Vec::new(), Vec::new());
             peers.push(Peer { rank, link, out, header: [0; HEADER], have: 0, heard, said });
             others.push((rank, host));
         }
         let numbers = peers.iter().map(|peer| peer.rank).collect();
+        let here = mesh.rank as usize;
+        let near: Vec<bool> = others.iter().map(|(_, host)| *host == mesh.hosts[here]).collect();
         Serving {
             peers,
             rank: mesh.rank,
-            neighbours: Neighbours::new(mesh.rank, numbers, sharing),
+            neighbours: Neighbours::new(mesh.rank, numbers, &near, sharing),
             watch: PeerWatch::new(mesh.rank, others, (silence, patience), now),
             rows,
             shared,

@@ -2,7 +2,8 @@
 //!
 //! Each rank says on its connection for words where it waits for neighbours, and on which machine ([`Introduction`]). Of two
 //! ranks of one machine the later one connects. Until both know that their link stands, parcels for the other one wait.
-//! Ranks of other machines, and ranks that cannot share slabs, use their sockets.
+//! Ranks of other machines, and ranks that cannot share slabs, use their sockets. So do ranks that listen at different addresses:
+//! the plan of each counts the other one among those of other machines.
 
 use super::key::nonce;
 use super::loans::{Breach, GivenUp, Loans, ParcelWay};
@@ -91,8 +92,9 @@ pub(super) struct Neighbours {
 }
 
 impl Neighbours {
-    /// `sharing`: an error says why this rank shares no slabs, and an empty text that nobody asked for it.
-    pub(super) fn new(rank: u32, ranks: Vec<u32>, sharing: Result<(), String>) -> Neighbours {
+    /// `near`: which of the other ranks the plan counts among those of this machine. `sharing`: an error says why this rank
+    /// shares no slabs, and an empty text that nobody asked for it.
+    pub(super) fn new(rank: u32, ranks: Vec<u32>, near: &[bool], sharing: Result<(), String>) -> Neighbours {
         let begin = || -> Result<(Introduction, SlabListener), String> {
             sharing?;
             let (place, secret) = nonce().and_then(|place| Ok((place, nonce()?))).map_err(|e| e.to_string())?;
@@ -109,15 +111,16 @@ impl Neighbours {
             forget_dead_owners();
         }
         let count = ranks.len();
+        let loans = Loans::new(near.iter().map(|near| if *near { way } else { ParcelWay::Socket }).collect());
         let mut neighbours = Neighbours {
             rank,
             ranks,
             introduction,
-            listener,
+            listener: listener.filter(|_| loans.is_undecided()),
             strangers: Vec::new(),
             links: (0..count).map(|_| None).collect(),
             owners: vec![None; count],
-            loans: Loans::new(vec![way; count]),
+            loans,
             lent: HashMap::new(),
             fallbacks: Vec::new(),
         };
