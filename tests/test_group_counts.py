@@ -55,29 +55,29 @@ checkpoint = penstock.open(path)
 # What the first load of a process sets up
 checkpoint.load(names=["0.norm1"], group=group)
 hold("ready")
-found = checkpoint.load(slices=slices, group=group, options={"cache": "bypass"})
+found = checkpoint.load(slices=slices, group=group, options={"cache": "bypass", "shared_slabs": shared_slabs})
 hold("loaded")
 said["tensors"] = same(found, slices)
 said["nbytes"] = sum(tensor.nbytes for tensor in found.values())
-said["received"] = checkpoint.last_report.exchange["received_bytes"]
+said["exchange"] = checkpoint.last_report.exchange
 """
 
 
+@pytest.mark.parametrize("shared_slabs", [False, True])
 @pytest.mark.parametrize("layout", ["tensor parallel", "replicas"])
-def test_storage_gives_each_byte_once_and_the_network_carries_each_share_once(
-    together: Callable[..., Ranks], llama: Path, layout: str
+def test_storage_gives_each_byte_once_and_the_network_carries_each_share_once_or_none(
+    together: Callable[..., Ranks], llama: Path, layout: str, shared_slabs: bool
 ) -> None:
     """Counted by the kernel: `read_bytes` of each process, past the page cache, and the loopback device.
 
     A hundredth more is allowed for pages: two ranks with neighbouring rows read the page in which they meet. 3% and
-    1 MiB
-    more on the wire, for the headers of packets, and for agreement.
+    1 MiB more on the wire, for the headers of packets, and for agreement. Ranks that share slabs have only that there.
     """
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "--net", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs unshare, and the right to make a network namespace")
     checkpoint = penstock.open(llama)
-    with together(PROGRAM, 4, llama, fenced=True, layout=layout) as ranks:
+    with together(PROGRAM, 4, llama, fenced=True, layout=layout, shared_slabs=shared_slabs) as ranks:
         ranks.held("ready")
         pagecache.put(list(llama.glob("*.safetensors")), "cold")
         before, sent = [ranks.read_bytes(rank) for rank in range(4)], ranks.loopback_bytes()
@@ -89,7 +89,11 @@ def test_storage_gives_each_byte_once_and_the_network_carries_each_share_once(
         said: list[dict[str, Any]] = ranks.all()
     assert [one["tensors"] for one in said] == [len(checkpoint)] * 4
     assert checkpoint.nbytes <= sum(read) <= 1.01 * checkpoint.nbytes, (read, checkpoint.nbytes)
-    received = sum(one["received"] for one in said)
+    received = sum(one["exchange"]["received_bytes"] for one in said)
     if layout == "replicas":
         assert received == 3 * checkpoint.nbytes
-    assert received < sent <= 1.03 * received + MIB, (sent, received)
+    lent = sum(one["exchange"]["lent_bytes"] for one in said)
+    if shared_slabs:
+        assert lent == received and sent < 0.01 * checkpoint.nbytes + MIB, (sent, lent, received)
+    else:
+        assert lent == 0 and received < sent <= 1.03 * received + MIB, (sent, received)
