@@ -226,7 +226,8 @@ impl SlabLink {
             match send(self.fd.as_raw_fd(), bytes, fd) {
                 Ok(()) => drop(self.out.pop_front()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) if later(&e) => return Ok(()),
+                // Too many descriptors of this user are on their way: some arrive soon.
+                Err(e) if later(&e) || e.raw_os_error() == Some(libc::ETOOMANYREFS) => return Ok(()),
                 Err(e) => return Err(e),
             }
         }
