@@ -1,7 +1,7 @@
 """Ranks that load together, and ranks that load alone: `python benches/ranks.py FOLDER [--rounds N] [--rate BYTES]`.
 
-FOLDER is on the disk to read from. Four ranks load a checkpoint with names and shapes of Llama-3-8B, with as many
-layers as fit into --size, into CPU memory: all of it each (`dp`), or each its part (`tp`: rows of most matrices,
+FOLDER is on the disk to read from. Four ranks (--ranks) load a checkpoint with names and shapes of Llama-3-8B, with as
+many layers as fit into --size, into CPU memory: all of it each (`dp`), or each its part (`tp`: rows of most matrices,
 columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ranks together by a control group
 (tests/slow_disk.py, as root; 0: as it is), they take turns:
 
@@ -10,10 +10,11 @@ columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ra
 | `alone` | each rank loads what it wants, as without a group: through the page cache, where others find it |
 | `alone, keep` | the same, but that everything stays in the page cache, however slow that is |
 | `alone, bypass` | the same past the page cache, as on nodes of their own |
-| `together` | one load of all ranks, past the page cache: what several want is read by one and sent to the others |
+| `together` | one load of all ranks, past the page cache: one reads what several want, the others copy it from there |
+| `together, sockets` | the same, but that it is sent to the others (`shared_slabs=False`) |
 | `auto` | one load of all ranks that choose for themselves, and otherwise have their defaults |
 | `auto, bypass` | the same past the page cache |
-| `warm: alone`, `warm: together`, `warm: auto` | with their defaults, and all files in the page cache |
+| `warm: ...` | with their defaults, and all files in the page cache |
 
 The page cache holds nothing of the files before each load, or all of them where it is warm. The time goes from the
 signal to all ranks to the end of the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least*
@@ -52,10 +53,19 @@ WAYS: dict[str, dict[str, Any]] = {
     "alone, keep": {"options": {"copy": True, "cache": "keep"}},
     "alone, bypass": {"options": {"copy": True, "cache": "bypass"}},
     "together": {"options": {"cache": "bypass", "exchange": "on"}, "together": True},
+    "together, sockets": {
+        "options": {"cache": "bypass", "exchange": "on", "shared_slabs": False},
+        "together": True,
+    },
     "auto": {"options": {}, "together": True},
     "auto, bypass": {"options": {"cache": "bypass"}, "together": True},
     "warm: alone": {"options": {}, "warm": True},
     "warm: together": {"options": {"exchange": "on"}, "together": True, "warm": True},
+    "warm: together, sockets": {
+        "options": {"exchange": "on", "shared_slabs": False},
+        "together": True,
+        "warm": True,
+    },
     "warm: auto": {"options": {}, "together": True, "warm": True},
 }
 
@@ -167,7 +177,8 @@ def load(folder: Path, files: list[Path], wants: str, way: str, group: Path | No
     found["cpu"] = sum(one["cpu"] for one in said)
     found["choices"] = [(one["exchange"] or {}).get("choice") for one in said]
     found["why"] = (said[0]["exchange"] or {}).get("reason") or "; ".join(one["cache"] for one in said)
-    found["sent"] = sum((one["exchange"] or {}).get("sent_bytes", 0) for one in said)
+    for key in ("sent", "lent"):
+        found[key] = sum((one["exchange"] or {}).get(f"{key}_bytes", 0) for one in said)
     return found | {"sums": [one["sums"] for one in said]}
 
 
@@ -175,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--size", default="1.6GB", help="of the checkpoint; a layer takes 436 MB (1.6GB)")
     parser.add_argument("--scale", type=float, default=1, help="of the longest dimension of each tensor, for less (1)")
     parser.add_argument("--rate", type=float, action="append", help="bytes per second of the disk; 0: as it is")
@@ -182,6 +194,8 @@ def main() -> None:
     parser.add_argument("--way", action="append", choices=list(WAYS), help="of these ways (all)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    global RANKS
+    RANKS = given.ranks
     folder = given.folder / "llama"
     if not folder.exists():
         made = ["synth", "llama-3-8b", str(folder), "--nbytes", given.size, "--scale", str(given.scale)]
@@ -206,8 +220,8 @@ def main() -> None:
             sums = {tuple(run["sums"]) for run in runs if (run["rate"], run["wants"]) == (rate, wants)}
             assert len(sums) == 1, "the ways gave different tensors"
     print(f"\n{RANKS} ranks, {nbytes / 1e9:.2f} GB in {len(files)} files; medians of {given.rounds}\n")
-    print("| wants | disk MB/s | way | s | min..max | by least | disk GB | sent GB | CPU s |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| wants | disk MB/s | way | s | min..max | by least | disk GB | sent GB | of it lent | CPU s |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     rows = []
     for rate in given.rate or [100e6, 400e6]:
         for wants in given.wants or ["dp", "tp"]:
@@ -217,14 +231,20 @@ def main() -> None:
                 row: dict[str, Any] = {"rate": rate, "wants": wants, "way": way, "loads": len(those)}
                 row["choices"] = [run["choices"][0] for run in those]
                 row |= {"median_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
-                for name, key in (("disk_bytes", "disk"), ("sent_bytes", "sent"), ("cpu_s", "cpu")):
+                for name, key in (
+                    ("disk_bytes", "disk"),
+                    ("sent_bytes", "sent"),
+                    ("lent_bytes", "lent"),
+                    ("cpu_s", "cpu"),
+                ):
                     row[name] = statistics.median(run[key] for run in those)
                 rows.append(row)
                 by_least = f"{row['median_s'] / (nbytes / rate):.2f}" if rate else ""
                 times = f"{row['median_s']:.2f} | {row['min_s']:.2f}..{row['max_s']:.2f}"
                 print(
                     f"| {wants} | {rate / 1e6:.0f} | {way} | {times} | {by_least} | "
-                    f"{row['disk_bytes'] / 1e9:.2f} | {row['sent_bytes'] / 1e9:.2f} | {row['cpu_s']:.1f} |"
+                    f"{row['disk_bytes'] / 1e9:.2f} | {row['sent_bytes'] / 1e9:.2f} | {row['lent_bytes'] / 1e9:.2f} | "
+                    f"{row['cpu_s']:.2f} |"
                 )
     if given.json:
         found = {

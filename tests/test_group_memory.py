@@ -202,6 +202,7 @@ else:
 said.update(
     nbytes=report.nbytes, tensors=report.tensors, staging=report.peak_staging, fallbacks=report.fallbacks,
     received=report.exchange["received_bytes"],
+    sent=report.exchange["sent_bytes"], lent=report.exchange["lent_bytes"],
     copied=fake.counter("bytes_h2d"), registered=fake.counter("peak_registered_bytes"),
     # What torch's allocator has given, and what was taken of the driver beside it
     device=gpu.pool.peak - before, beside=fake.counter("peak_device_bytes"),
@@ -264,3 +265,30 @@ def test_a_load_to_gpus_takes_no_device_memory_beyond_the_shard_and_leaves_none(
         assert one["beside"] == one["live"] == 0
         assert one["fallbacks"] == one["misuses"] == one["leaks"] == []
         assert set(one["left"].values()) == {0}, one["left"]
+
+
+@pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
+def test_slabs_of_neighbours_that_a_driver_does_not_register_are_left_for_sockets(
+    together: Callable[..., Ranks], few: Path
+) -> None:
+    """Rank 0's driver registers its own slabs and then no more. What it wants of others is sent from then on."""
+    own = STAGING // 2 + SCRATCH
+    given: dict[str, Any] = {"tests": str(Path(__file__).parent), "library": fakegpu.LIBRARY, "into": []}
+    limited = GPU_PROGRAM.replace(
+        "gpu = fakegpu.FakeTorch(fake)",
+        f"gpu = fakegpu.FakeTorch(fake)\nif rank == 0:\n    fake.configure(register_limit={own})",
+    )
+    with together(limited, 2, few, options=OPTIONS, layout="replicas", **given) as ranks:
+        said = ranks.all()
+    assert [one["same"] for one in said] == [one["tensors"] for one in said]
+    assert [one["leaks"] for one in said] == [[], []]
+    assert said[0]["lent"] == said[0]["sent"] > 0
+    assert said[1]["misuses"] == said[1]["fallbacks"] == []
+    # Copies of what was on its way are made from plain memory
+    assert all(misuse.startswith("unregistered-memory") for misuse in said[0]["misuses"])
+    # Its own slabs and those of rank 1 are registered by two threads
+    ways = {("shared slabs", "sockets"), ("registered staging memory", "plain staging memory")}
+    told = {(one["from"], one["to"]) for one in said[0]["fallbacks"]}
+    assert told and told <= ways, told
+    if ("shared slabs", "sockets") in told:  # rank 1 lends only what was on its way
+        assert said[1]["lent"] < said[1]["sent"]

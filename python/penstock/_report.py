@@ -207,7 +207,7 @@ def _merge(key: str, a: Any, b: Any) -> Any:
     if key == "cache_fill":  # one after the other: the last one ends last
         return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
-        return a
+        return b if a is None else a
     if key == "first_tensor_seconds":
         return min(a, b)
     return max(a, b) if key in ("peak_staging", "gap_limit", "ranks") else a + b

@@ -283,11 +283,17 @@ def _refuse_to_open() -> None:
     _engine.open_checkpoint = refuse
 
 
-def elsewhere(rank: Rank, folder: str, weights: str, extra: list[dict[str, Any]] | None = None) -> Any:
+def elsewhere(
+    rank: Rank,
+    folder: str,
+    weights: str,
+    extra: list[dict[str, Any]] | None = None,
+    args: dict[str, Any] | None = None,
+) -> Any:
     """Loads the weights of another place than the model's: what lies in ``weights``, by each rank's ``extra``."""
     load_plugins()
-    expected = digests(rank.load(rank.join(weights), "safetensors"))
-    config = rank.join(folder)
+    expected = digests(rank.load(rank.join(weights, **(args or {})), "safetensors"))
+    config = rank.join(folder, **(args or {}))
     given = {"weights": weights} if extra is None else extra[rank.rank]
     mine = rank.load(config, "penstock", model_loader_extra_config=json.dumps(given))
     from penstock.integrations import _sglang_loader

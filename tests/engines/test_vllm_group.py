@@ -75,6 +75,7 @@ def exchanged(found: list[dict[str, Any]]) -> None:
     assert [one["fallbacks"] for one in found] == [[]] * len(found)
     both = [one["exchange"] for one in found]
     assert sum(one["sent_bytes"] for one in both) == sum(one["received_bytes"] for one in both) > 0
+    assert all(one["lent_bytes"] == one["sent_bytes"] for one in both), "in shared memory, not by sockets"
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])

@@ -49,6 +49,7 @@ def test_ranks_that_read_for_each_other_have_the_same_parameters_and_read_each_b
     exchanged = [report["exchange"] for report in reports if report["exchange"]]
     assert len(exchanged) == ranks_of(world)
     assert sum(e["sent_bytes"] for e in exchanged) == sum(e["received_bytes"] for e in exchanged) > 0
+    assert all(e["lent_bytes"] == e["sent_bytes"] for e in exchanged), "in shared memory, not by sockets"
     # What a loader asks for at once, each rank reads alone: a few scales
     at_once = sum(report["materialised_bytes"] for report in reports)
     read = sum(report["read"] - report["slack_bytes"] for report in reports)

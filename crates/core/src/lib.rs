@@ -102,7 +102,6 @@ pub mod plan;
 pub mod rows;
 pub mod save;
 pub mod source;
-mod staged;
 pub mod staging;
 pub mod stats;
 pub mod store;

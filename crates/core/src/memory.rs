@@ -140,6 +140,13 @@ impl Anonymous {
         unsafe { libc::madvise(self.at.cast(), self.len, how) };
     }
 
+    /// Puts huge pages in place of small ones and of none, whatever the system's settings are (madvise(2), from Linux 6.1 on).
+    /// Tells whether all pages are huge then.
+    pub(crate) fn collapse(&self) -> bool {
+        // SAFETY: the range is this mapping, whose bytes stay as they are.
+        unsafe { libc::madvise(self.at.cast(), self.len, libc::MADV_COLLAPSE) == 0 }
+    }
+
     /// Keeps a forked child from inheriting these pages: a device writes to them or reads from them, and copy-on-write
     /// would move them.
     pub(crate) fn keep_from_children(&self) {

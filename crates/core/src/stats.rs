@@ -127,6 +127,8 @@ pub struct ExchangeReport {
     pub sent: u64,
     /// The part of it that ranks of this machine have taken out of this rank's slabs. The rest went through sockets.
     pub lent: u64,
+    /// The kind of pages that the lent slabs have (`"4 KiB"`, `"huge"`); `None`: nothing was lent.
+    pub shared_pages: Option<&'static str>,
     /// Wanted bytes that others have read, and sent or lent.
     pub received: u64,
     /// The result of the trial: seconds for a megabyte (1e6 bytes) that several ranks want, read by each of these, and

@@ -309,6 +309,34 @@ fn a_neighbours_slab_is_registered_once_for_all_loads_until_a_trim() {
 }
 
 #[test]
+fn a_neighbours_slab_that_is_not_registered_does_not_keep_others_from_being_so() {
+    let gpu = cuda();
+    gpu.fake.configure("strict", "0");
+    let content = noise(5);
+    let (file, owners) = shared_slab(&content);
+    let (memory, to) = gpu.memory(SLAB);
+    let (slab, own, memory) = (adopted_slab(file.try_clone().unwrap()), gpu.slab(), Arc::new(memory));
+    own.fill(&content);
+    let mut device = gpu.gpu();
+    gpu.fake.configure("refuse_register", "801");
+    (0..2).for_each(|i| device.copy(whole_slab(i, &slab, to, &Arc::default(), memory.clone())).unwrap());
+    collect(&mut device, 2).into_iter().for_each(|c| c.result.unwrap());
+    let fallbacks = device.fallbacks();
+    let told: Vec<_> = fallbacks.iter().map(|fallback| (fallback.from, fallback.to)).collect();
+    assert_eq!(told, [("shared slabs", "sockets")]);
+    assert!(fallbacks[0].reason.contains("801"), "{fallbacks:?}");
+    assert_eq!(gpu.fake.counter("calls.cuMemHostRegister_v2"), 1, "asked once");
+    gpu.fake.configure("refuse_register", "0");
+    device.copy(whole_slab(2, &own, to, &Arc::default(), memory.clone())).unwrap();
+    collect(&mut device, 1).into_iter().for_each(|c| c.result.unwrap());
+    assert_eq!(gpu.fake.counter("registered_bytes"), SLAB as u64, "this process' own");
+    assert!(gpu.bytes(&memory) == content);
+    drop((device, slab, own, memory, file, owners));
+    release_staging();
+    gpu.check();
+}
+
+#[test]
 fn a_refused_registration_falls_back_to_plain_memory_and_is_reported() {
     for code in ["801", "712", "1", "2"] {
         let gpu = cuda();

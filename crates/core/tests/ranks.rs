@@ -24,7 +24,11 @@ use std::time::{Duration, Instant};
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
 fn seat(rank: u32) -> Seat {
-    Seat::new(ListenAt::anywhere(HERE), Pass { rank, token: [rank as u8; 16], key: None }).unwrap()
+    seat_at(HERE, rank)
+}
+
+fn seat_at(address: IpAddr, rank: u32) -> Seat {
+    Seat::new(ListenAt::anywhere(address), Pass { rank, token: [rank as u8; 16], key: None }).unwrap()
 }
 
 /// Random numbers that are the same in every run.
@@ -98,8 +102,19 @@ impl Model {
         options: &Options,
         slow: &[(Parcel, Duration)],
     ) -> Vec<penstock::Result<Report>> {
+        self.load_at((0..lists.len() as u32).map(seat).collect(), shares, lists, options, slow)
+    }
+
+    /// The same, where the ranks listen at these addresses.
+    fn load_at(
+        &self,
+        seats: Vec<Seat>,
+        shares: Shares,
+        lists: &[Vec<Want>],
+        options: &Options,
+        slow: &[(Parcel, Duration)],
+    ) -> Vec<penstock::Result<Report>> {
         let shares = Arc::new(shares);
-        let seats: Vec<Seat> = (0..lists.len() as u32).map(seat).collect();
         let addresses: Vec<SocketAddr> = seats.iter().map(|seat| seat.address().unwrap()).collect();
         std::thread::scope(|scope| {
             let ranks = seats.into_iter().zip(lists).zip(0..).map(|((seat, wants), rank)| {
@@ -192,6 +207,20 @@ fn transformer() -> Vec<(String, Vec<u64>)> {
     }
     found.push(("head".to_owned(), vec![1000, 96]));
     found
+}
+
+/// A rank knows before the load only where the others listen. Who listens at another address may be on its machine too.
+#[test]
+fn ranks_of_one_machine_that_listen_at_different_addresses_send_each_other_what_they_read() {
+    let model = Model::new(&transformer(), &mut Random(5));
+    let lists = vec![Want::all(&model.checkpoint); 4];
+    let shares = Shares::new(&model.checkpoint, RankWants { lists: &lists, of_rank: &[0, 1, 2, 3] }).unwrap();
+    let at = |rank: u32| seat_at(IpAddr::V4(Ipv4Addr::new(127, 0, 0, 1 + (rank / 2) as u8)), rank);
+    let reports = model.load_at((0..4).map(at).collect(), shares, &lists, &Options::default(), &[]);
+    for report in reports {
+        let exchange = report.unwrap().exchange.unwrap();
+        assert!(exchange.lent > 0 && exchange.sent > exchange.lent, "{exchange:?}");
+    }
 }
 
 /// Rows of `up`, columns of `down`, whole experts; the rest on every rank.

@@ -476,6 +476,7 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
         d.set_item("reason", reason.map_or_else(|| exchange.why(), str::to_owned))?;
         d.set_item("sent_bytes", exchange.sent)?;
         d.set_item("lent_bytes", exchange.lent)?;
+        d.set_item("shared_pages", exchange.shared_pages)?;
         d.set_item("received_bytes", exchange.received)?;
         Ok::<_, PyErr>(d)
     });

@@ -14,5 +14,11 @@ impl Mutant {
         Mutant::CountWholeParcels,
         Mutant::PeersExcuseOwnStall,
         Mutant::PeersDoNotMove,
+        Mutant::DropBroughtSlab,
+        Mutant::BroughtIsNoRead,
+        Mutant::LeakBroughtAfterFailure,
+        Mutant::BroughtStaysInFlight,
+        Mutant::KeepBroughtSlab,
+        Mutant::BroughtCountsAsSent,
     ];
 }

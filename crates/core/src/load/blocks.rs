@@ -14,7 +14,7 @@ use crate::plan::layout::{BlockKind, BlockSpec, Layout};
 use crate::plan::request::{Memory, Request, Where};
 use crate::plan::schedule::Schedule;
 use crate::source::{Destination, Read};
-use crate::staged::Staged;
+use crate::staging::Staged;
 use crate::store::Storage;
 use crate::way::Routing;
 use std::sync::Arc;

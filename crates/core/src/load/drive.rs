@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::machine::thread_cpu;
 use crate::peers::Peers;
 use crate::source::{Done, Progress};
-use crate::staged::Staged;
+use crate::staging::{shared_memory_pages, Staged};
 use crate::store::{CacheFill, DiskUse};
 use crate::sync::lock;
 use crate::threads::{guarded, of_panic, step};
@@ -126,6 +126,7 @@ impl Driver {
             ranks.trial.iter().for_each(|trial| trial.tell(report));
             let (exchange, traffic) = (report.exchange.get_or_insert_default(), ranks.peers.traffic());
             (exchange.sent, exchange.lent) = (traffic.sent + traffic.lent, traffic.lent);
+            exchange.shared_pages = (traffic.lent > 0).then(shared_memory_pages);
         }
         report.waits = self.journal.tally.waits();
         report.first_touch_bytes = touches.left;

@@ -2,7 +2,7 @@
 
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{InCommon, Landing, Lane, Ticket};
+use crate::extent::{InCommon, Lane, Ticket};
 use crate::format::Checkpoint;
 use crate::peers::{Mesh, Peers, RowsToSend};
 use crate::plan::request::Request;
@@ -31,6 +31,8 @@ pub(super) struct Received {
     pub(super) parcels: usize,
     /// At least one parcel needs a slab.
     pub(super) in_slabs: bool,
+    /// At least one parcel comes in another rank's slab, and needs one of this rank if it cannot.
+    pub(super) lent: bool,
 }
 
 impl RankExchange {
@@ -69,13 +71,14 @@ impl RankExchange {
 
     /// The source of what comes from other ranks.
     pub(super) fn source(&self, schedule: &Schedule) -> (LaneSource, Received) {
-        let mut found = Received { parcels: 0, in_slabs: false };
+        let mut found = Received { parcels: 0, in_slabs: false, lent: false };
         let mut parcels = vec![None; schedule.extents.len()];
         for (ticket, e) in schedule.extents.iter().enumerate() {
             if let Some(InCommon::Received { parcel, .. }) = e.shared {
                 parcels[ticket] = Some(parcel);
                 found.parcels += 1;
-                found.in_slabs |= e.landing == Landing::Slab;
+                found.in_slabs |= e.takes_slab();
+                found.lent |= e.lane.lends_slab;
             }
         }
         (LaneSource { lanes: vec![Lane::RANK, Lane::NEIGHBOUR], source: self.peers.source(parcels.into()) }, found)

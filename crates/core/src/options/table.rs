@@ -142,7 +142,7 @@ macro_rules! option_table {
                 scope { Scope = Scope::World, help: "which ranks read for each other: all, or those of one machine" }
 
                 /// of several ranks that load together, whether those of one machine read what one of
-                /// them has read out of its staging memory. True is the default. False: it is sent through sockets.
+                /// them has read out of its staging memory. True (the default), or False: it is sent through sockets.
                 ///
                 /// ranks of one machine read what one of them has read out of its [staging
                 /// memory](guides.md#ranks-that-load-together), which is shared memory then. `False`: it is sent

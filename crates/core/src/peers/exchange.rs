@@ -12,7 +12,7 @@ use crate::device::{Copied, Device};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Lane, Ticket};
 use crate::source::{Destination, Done, Progress, Read, Source};
-use crate::staged::Borrowed;
+use crate::staging::Borrowed;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::{guarded, step};
 use crate::wake::Wake;
@@ -249,17 +249,19 @@ impl Serving {
     ) -> Serving {
         let now = Instant::now();
         let (mut peers, mut others) = (Vec::new(), Vec::new());
-        for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts) {
+        for ((rank, link), host) in (0..).zip(mesh.links).zip(mesh.hosts.iter().cloned()) {
             let Some(link) = link else { continue };
             let (out, heard, said) = (VecDeque::new(), Vec::new(), Vec::new());
             peers.push(Peer { rank, link, out, header: [0; HEADER], have: 0, heard, said });
             others.push((rank, host));
         }
         let numbers = peers.iter().map(|peer| peer.rank).collect();
+        let here = mesh.rank as usize;
+        let near: Vec<bool> = others.iter().map(|(_, host)| *host == mesh.hosts[here]).collect();
         Serving {
             peers,
             rank: mesh.rank,
-            neighbours: Neighbours::new(mesh.rank, numbers, sharing),
+            neighbours: Neighbours::new(mesh.rank, numbers, &near, sharing),
             watch: PeerWatch::new(mesh.rank, others, (silence, patience), now),
             rows,
             shared,
@@ -463,10 +465,10 @@ impl Serving {
         }
         self.parcel_of.remove(&read.ticket);
         let shared = Arc::downgrade(&self.shared);
-        let borrowed = Borrowed::new(slab, (read.offset - begins) as usize, move |_slab| {
+        let borrowed = Borrowed::new(slab, (read.offset - begins) as usize, move |slab| {
             // After the load nobody waits for it: its lender has given the slab up.
             if let Some(shared) = shared.upgrade() {
-                lock(&shared.state).returned.push((parcel, true));
+                lock(&shared.state).returned.push((parcel, !slab.is_refused()));
                 shared.orders.notify();
             }
         });

@@ -2,7 +2,8 @@
 //!
 //! Each rank says on its connection for words where it waits for neighbours, and on which machine ([`Introduction`]). Of two
 //! ranks of one machine the later one connects. Until both know that their link stands, parcels for the other one wait.
-//! Ranks of other machines, and ranks that cannot share slabs, use their sockets.
+//! Ranks of other machines, and ranks that cannot share slabs, use their sockets. So do ranks that listen at different addresses:
+//! the plan of each counts the other one among those of other machines.
 
 use super::key::nonce;
 use super::loans::{Breach, GivenUp, Loans, ParcelWay};
@@ -11,9 +12,9 @@ use super::slab_link::{Message, SlabLink, SlabListener};
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::staging::{Ring, Slab};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{OwnedFd, RawFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Most processes that have connected and have said nothing. A rank says its name at once: of more the oldest are none.
 const STRANGERS: usize = 64;
@@ -96,8 +97,9 @@ pub(super) struct Neighbours {
 }
 
 impl Neighbours {
-    /// `sharing`: an error says why this rank shares no slabs, and an empty text that nobody asked for it.
-    pub(super) fn new(rank: u32, ranks: Vec<u32>, sharing: Result<(), String>) -> Neighbours {
+    /// `near`: which of the other ranks the plan counts among those of this machine. `sharing`: an error says why this rank
+    /// shares no slabs, and an empty text that nobody asked for it.
+    pub(super) fn new(rank: u32, ranks: Vec<u32>, near: &[bool], sharing: Result<(), String>) -> Neighbours {
         let begin = || -> Result<(Introduction, SlabListener), String> {
             sharing?;
             let (place, secret) = nonce().and_then(|place| Ok((place, nonce()?))).map_err(|e| e.to_string())?;
@@ -110,16 +112,20 @@ impl Neighbours {
             Ok((shares, listener)) => (shares, Some(listener), ParcelWay::Undecided, None),
             Err(why) => (Introduction::Refuses(why.clone()), None, ParcelWay::Socket, Some(why)),
         };
+        if listener.is_some() {
+            forget_dead_owners();
+        }
         let count = ranks.len();
+        let loans = Loans::new(near.iter().map(|near| if *near { way } else { ParcelWay::Socket }).collect());
         let mut neighbours = Neighbours {
             rank,
             ranks,
             introduction,
-            listener,
+            listener: listener.filter(|_| loans.is_undecided()),
             strangers: Vec::new(),
             links: (0..count).map(|_| None).collect(),
             owners: vec![None; count],
-            loans: Loans::new(vec![way; count]),
+            loans,
             lent: HashMap::new(),
             fallbacks: Vec::new(),
             taken: 0,
@@ -190,6 +196,14 @@ impl Neighbours {
     }
 
     fn decide(&mut self, at: usize, way: ParcelWay, news: &mut Vec<News>) {
+        if let (ParcelWay::Slab, Some(link)) = (way, &mut self.links[at]) {
+            if let Some(owner) = self.owners[at] {
+                owners().insert(owner, link.process());
+            }
+            if let Err(e) = link.say(&Message::Keeps(Ring::process().registered_inodes())) {
+                self.breaks(at, e.to_string(), news);
+            }
+        }
         for parcel in self.loans.decide(at, way) {
             match way {
                 ParcelWay::Slab => self.offer(at, parcel, news),
@@ -364,6 +378,11 @@ impl Neighbours {
                 self.decide(at, ParcelWay::Slab, news);
                 Ok(())
             }
+            Message::Keeps(inodes) => {
+                let owner = self.owners[at].iter();
+                owner.for_each(|owner| Ring::process().disown(*owner, &|(_, inode)| inodes.contains(&inode)));
+                Ok(())
+            }
             Message::Offer { parcel, slab, begins, len } => self.is_offered(at, (parcel, slab, begins, len), fd, news),
             Message::Returned { parcel, again } => self.loans.returned(at, parcel).map(|free| {
                 if !again {
@@ -409,6 +428,22 @@ impl Neighbours {
         }
         Ok(())
     }
+}
+
+/// The processes that have lent slabs to this one.
+static OWNERS: Mutex<BTreeMap<Name, i32>> = Mutex::new(BTreeMap::new());
+
+fn owners() -> MutexGuard<'static, BTreeMap<Name, i32>> {
+    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets go of the slabs of processes that have ended.
+fn forget_dead_owners() {
+    let mut owners = owners();
+    // SAFETY: signal 0 is none: it only says whether there is such a process.
+    let lives = |pid: i32| pid > 0 && unsafe { libc::kill(pid, 0) } == 0;
+    owners.retain(|_, pid| lives(*pid));
+    Ring::process().disown_all_but(&|owner| owners.contains_key(owner));
 }
 
 /// The machine that this process runs on: the same for two processes only where one kernel runs them.

@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::source::{Destination, Progress, Read};
-use crate::staged::Borrowed;
+use crate::staging::Borrowed;
 use crate::sync::{Condvar, Mutex};
 use crate::wake::Wake;
 use std::any::Any;

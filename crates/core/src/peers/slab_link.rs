@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 
 /// The longest message.
-const MESSAGE: usize = 512;
+const MESSAGE: usize = 4096;
 /// Connections that wait for `accept`. Ranks of a machine are fewer.
 const BACKLOG: i32 = 1024;
 
@@ -25,6 +25,8 @@ pub(super) enum Message {
     Hello { rank: u32, owner: [u8; 16], secret: [u8; 16] },
     /// The answer to it.
     Welcome,
+    /// The inodes of the slabs of this process that others may keep: it still has them, and they are registered.
+    Keeps(Vec<u64>),
     /// A parcel lies in a slab, which begins with byte `begins` of its file. Its descriptor comes along the first time.
     Offer { parcel: u32, slab: u32, begins: u64, len: u64 },
     /// The parcel was copied. `again` is false if the device could not register the slab: no other one is wanted.
@@ -44,6 +46,11 @@ impl Message {
                 bytes.extend(secret);
             }
             Message::Welcome => bytes.push(1),
+            Message::Keeps(inodes) => {
+                bytes.push(5);
+                // Others map again what does not fit.
+                bytes.extend(inodes.iter().take((MESSAGE - 1) / 8).flat_map(|inode| inode.to_le_bytes()));
+            }
             Message::Offer { parcel, slab, begins, len } => {
                 bytes.push(2);
                 bytes.extend(parcel.to_le_bytes());
@@ -75,7 +82,11 @@ impl Message {
             (1, 0) => Message::Welcome,
             (2, 24) => Message::Offer { parcel: word(0)?, slab: word(4)?, begins: long(8)?, len: long(16)? },
             (3, 5) => Message::Returned { parcel: word(0)?, again: rest[4] != 0 },
-            (4, _) => Message::Refused { parcel: word(0)?, why: String::from_utf8_lossy(&rest[4..]).into_owned() },
+            (5, bytes) if bytes % 8 == 0 => {
+                let inodes = rest.chunks_exact(8).filter_map(|inode| Some(u64::from_le_bytes(*inode.first_chunk()?)));
+                Message::Keeps(inodes.collect())
+            }
+            (4, 4..) => Message::Refused { parcel: word(0)?, why: String::from_utf8_lossy(&rest[4..]).into_owned() },
             _ => return None,
         })
     }
@@ -168,15 +179,25 @@ impl SlabLink {
         self.fd.as_raw_fd()
     }
 
-    /// Whether its other end is a process of the same user (unix(7), SO_PEERCRED).
+    /// Whether its other end is a process of the same user.
     fn is_of_this_user(&self) -> bool {
+        // SAFETY: it only returns a number.
+        self.other_end().is_some_and(|other| other.uid == unsafe { libc::geteuid() })
+    }
+
+    /// The process at its other end; 0: it is in another namespace of processes.
+    pub(super) fn process(&self) -> i32 {
+        self.other_end().map_or(0, |other| other.pid)
+    }
+
+    /// Process and user at its other end (unix(7), SO_PEERCRED).
+    fn other_end(&self) -> Option<libc::ucred> {
         let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
         let mut len = size_of::<libc::ucred>() as libc::socklen_t;
         let into = (&raw mut found).cast();
         // SAFETY: it writes `len` bytes at most.
         let result = unsafe { libc::getsockopt(self.fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut len) };
-        // SAFETY: it only returns a number.
-        result == 0 && found.uid == unsafe { libc::geteuid() }
+        (result == 0).then_some(found)
     }
 
     /// Messages wait for room.
@@ -210,7 +231,8 @@ impl SlabLink {
             match send(self.fd.as_raw_fd(), bytes, fd) {
                 Ok(()) => drop(self.out.pop_front()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) if later(&e) => return Ok(()),
+                // Too many descriptors of this user are on their way: some arrive soon.
+                Err(e) if later(&e) || e.raw_os_error() == Some(libc::ETOOMANYREFS) => return Ok(()),
                 Err(e) => return Err(e),
             }
         }
@@ -325,7 +347,7 @@ fn receive(socket: RawFd) -> io::Result<(Vec<u8>, Option<OwnedFd>)> {
         let mut header = libc::CMSG_FIRSTHDR(&raw const message);
         while let Some(one) = header.as_ref() {
             if one.cmsg_level == libc::SOL_SOCKET && one.cmsg_type == libc::SCM_RIGHTS {
-                let space = one.cmsg_len as usize - libc::CMSG_LEN(0) as usize;
+                let space = one.cmsg_len - libc::CMSG_LEN(0) as usize;
                 for number in 0..space / size_of::<RawFd>() {
                     let fd = libc::CMSG_DATA(header).cast::<RawFd>().add(number).read_unaligned();
                     // One is expected. Others are closed.
@@ -366,6 +388,8 @@ mod tests {
         let all = [
             Message::Hello { rank: 7, owner: [8; 16], secret: [9; 16] },
             Message::Welcome,
+            Message::Keeps(vec![3, u64::MAX]),
+            Message::Keeps(Vec::new()),
             Message::Offer { parcel: 3, slab: 1, begins: 1 << 40, len: 8 << 20 },
             Message::Returned { parcel: 3, again: true },
             Message::Returned { parcel: 4, again: false },
@@ -384,10 +408,10 @@ mod tests {
     #[test]
     fn a_text_that_is_too_long_is_cut_and_what_is_no_message_is_an_error() {
         let (mut here, mut there) = pair(2);
-        here.say(&Message::Refused { parcel: 1, why: "x".repeat(4000) }).unwrap();
+        here.say(&Message::Refused { parcel: 1, why: "x".repeat(5000) }).unwrap();
         let (Message::Refused { why, .. }, _) = heard(&mut there) else { panic!() };
         assert_eq!(why.len(), MESSAGE - 5);
-        for odd in [&[9u8][..], &[0, 1], &[2; 24], &[3; 9]] {
+        for odd in [&[9u8][..], &[0, 1], &[2; 24], &[3; 9], &[4; 3], &[5; 12]] {
             send(here.fd(), odd, None).unwrap();
             assert!(there.hear().is_err(), "{odd:?}");
         }

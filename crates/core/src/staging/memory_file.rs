@@ -2,10 +2,13 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::page_size;
+use crate::memory::Anonymous;
+use crate::options::HUGE_PAGE;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Device and inode of a file. No other file has them as long as somebody maps it or has it open.
 pub(super) type MemoryFileId = (u64, u64);
@@ -29,17 +32,36 @@ pub(super) fn create(len: u64) -> Result<OwnedFd> {
     // SAFETY: no pointer is passed.
     checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })
         .map_err(|cause| refused("seal the size of shared memory (F_ADD_SEALS)", &cause))?;
-    if commits_strictly() {
-        allocate(&file, len)?;
-    }
     Ok(file)
 }
 
-/// Takes the file's memory now. Without that a first touch that finds no memory is a SIGBUS.
-pub(super) fn allocate(file: &OwnedFd, len: u64) -> Result<()> {
-    // SAFETY: no pointer is passed. The length was a file's size before.
-    checked(unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, len as libc::off_t) })
+/// Takes `len` bytes of memory for the file now.
+pub(super) fn allocate(file: &impl AsRawFd, at: u64, len: u64) -> Result<()> {
+    // SAFETY: no pointer is passed. Both numbers lie within a file.
+    checked(unsafe { libc::fallocate(file.as_raw_fd(), 0, at as libc::off_t, len as libc::off_t) })
         .map_err(|cause| refused(&format!("take {len} bytes of shared memory (fallocate)"), &cause))
+}
+
+/// The slab that was made last has huge pages.
+static HUGE: AtomicBool = AtomicBool::new(false);
+
+/// Takes memory for a new file, as far as that must not wait for the first touch.
+///
+/// Huge pages matter as much as for private slabs. With pages of 4 KiB the first touch took 0.65 s per GiB and mapping it again
+/// 0.1 s, with huge ones 0.1 s and 1 ms. O_DIRECT read half as fast: a request to the disk has at most 254 ranges of memory
+/// (virtio). Most systems have no huge pages for such files by their settings, but give them if they are asked for.
+pub(super) fn take_memory(file: &File, memory: &Anonymous) -> Result<()> {
+    let len = memory.len() as u64;
+    if len >= HUGE_PAGE && !is_set_huge() {
+        // The kernel collapses no empty range.
+        (0..len).step_by(HUGE_PAGE as usize).try_for_each(|at| allocate(file, at, page_size()))?;
+        HUGE.store(memory.collapse(), Ordering::Relaxed);
+    }
+    if commits_strictly() {
+        // A first touch that finds no memory would be a SIGBUS.
+        allocate(file, 0, len)?;
+    }
+    Ok(())
 }
 
 /// Another process' file, of which `len` bytes can be mapped: it has them, and cannot lose them.
@@ -70,17 +92,21 @@ pub(super) fn identity(facts: &fs::Metadata) -> MemoryFileId {
     (facts.dev(), facts.ino())
 }
 
-/// The kind of pages that shared slabs of 2 MiB and more get here: `huge` where the kernel finds such, else the size of a
-/// small page.
+/// The kind of pages that shared slabs of 2 MiB and more have: `huge`, if the one that was made last has such or the system is
+/// set to find such, else the size of a small page.
 pub fn shared_memory_pages() -> &'static str {
-    let setting = |file: &str| fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{file}"));
-    let (all, large) = (setting("shmem_enabled"), setting("hugepages-2048kB/shmem_enabled"));
-    match (are_huge(&all.unwrap_or_default(), large.ok().as_deref()), page_size()) {
+    match (HUGE.load(Ordering::Relaxed) || is_set_huge(), page_size()) {
         (true, _) => "huge",
         (_, 4096) => "4 KiB",
         (_, 16_384) => "16 KiB",
         _ => "64 KiB",
     }
+}
+
+/// Whether memory files that ask for huge pages get them at the first touch.
+fn is_set_huge() -> bool {
+    let setting = |file: &str| fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{file}"));
+    are_huge(&setting("shmem_enabled").unwrap_or_default(), setting("hugepages-2048kB/shmem_enabled").ok().as_deref())
 }
 
 /// The meaning of the two settings for memory that asks for huge pages. `large` is the one for pages of 2 MiB, from Linux 6.11 on;

@@ -38,7 +38,7 @@
 //! The owner must not write to a slab that a neighbour may still read. If that is not known, the owner
 //! [retires](Lease::retire) the slab: the kernel frees the memory when the last mapping is gone.
 //!
-//! Private slabs have huge pages, shared ones only where the system's settings allow: see [`shared_memory_pages`].
+//! Shared slabs have huge pages like private ones, where the kernel can make them: see [`shared_memory_pages`].
 //!
 //! # Fork
 //! Slabs are marked MADV_DONTFORK. Otherwise a fork would mark their pages copy-on-write. The parent's next write to a
@@ -54,9 +54,11 @@ mod adopted;
 mod memory_file;
 mod ring;
 mod slab;
+mod staged;
 #[cfg(test)]
 mod tests;
 
 pub use memory_file::shared_memory_pages;
 pub use ring::{Growth, Lease, Ring, Share, Staging};
 pub use slab::Slab;
+pub(crate) use staged::{Borrowed, Staged};

@@ -216,7 +216,15 @@ impl Ring {
     /// # Errors
     /// The errors of [`Share::share_slabs`].
     pub(crate) fn can_share() -> Result<()> {
-        memory_file::allocate(&memory_file::create(page_size())?, page_size())
+        memory_file::allocate(&memory_file::create(page_size())?, 0, page_size())
+    }
+
+    /// The inodes of this process' shared slabs that are registered: neighbours keep their mappings of these.
+    pub(crate) fn registered_inodes(&self) -> Vec<u64> {
+        let state = self.lock();
+        let out = state.out.values().filter_map(|o| o.slab.upgrade());
+        let all = state.idle.iter().cloned().chain(out).filter(|slab| slab.is_shared() && !slab.is_plain());
+        all.filter_map(|slab| Some(slab.identity()?.1)).collect()
     }
 
     /// A place in the ring for a load that wants slabs of `slab_bytes` under a limit of `limit` bytes. Slabs of a huge page or

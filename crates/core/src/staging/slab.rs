@@ -9,13 +9,13 @@ use crate::sync::{lock, Mutex};
 use std::any::Any;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::PoisonError;
 use std::{mem, ptr};
 
 /// One staging buffer, not inherited by a forked child. It is private anonymous memory, a file in memory that other
-/// processes can map, or such a file of another process. From the size of a huge page on it asks for huge pages: private
-/// memory gets them, files where [the kernel does so](super::shared_memory_pages).
+/// processes can map, or such a file of another process. From the size of a huge page on it consists of huge pages, where the
+/// kernel has them.
 pub struct Slab {
     /// Always there until it is dropped.
     memory: Option<Anonymous>,
@@ -25,6 +25,8 @@ pub struct Slab {
     identity: Option<MemoryFileId>,
     /// Called when another process' slab is registered.
     keep: Option<KeepSlab>,
+    /// A driver has refused to register it.
+    refused: AtomicBool,
     pid: u32,
     /// By number of the driver. Dropped, hence undone, before the memory is unmapped.
     registrations: Mutex<Vec<(u64, Box<dyn Any + Send>)>>,
@@ -49,7 +51,9 @@ impl Slab {
         let len = len.next_multiple_of(page_size());
         let file = File::from(memory_file::create(len)?);
         let facts = file.metadata().map_err(|cause| Error::io("look at shared memory (fstat)", &cause))?;
-        let mut slab = Self::over(Anonymous::shared(&file, len)?);
+        let memory = Anonymous::shared(&file, len)?;
+        memory_file::take_memory(&file, &memory)?;
+        let mut slab = Self::over(memory);
         (slab.file, slab.identity) = (Some(file), Some(memory_file::identity(&facts)));
         Ok(slab)
     }
@@ -65,7 +69,8 @@ impl Slab {
         memory.keep_from_children();
         let (pid, registered) = (std::process::id(), AtomicU64::new(0));
         let (memory, registrations) = (Some(memory), Mutex::default());
-        Self { memory, file: None, identity: None, keep: None, pid, registrations, registered }
+        let refused = AtomicBool::new(false);
+        Self { memory, file: None, identity: None, keep: None, refused, pid, registrations, registered }
     }
 
     /// First byte; a multiple of [`HUGE_PAGE`] if the slab has that size, else of a page.
@@ -112,6 +117,21 @@ impl Slab {
             keep(self);
         }
         Ok(())
+    }
+
+    /// Whether it is another process' slab.
+    pub(crate) fn is_adopted(&self) -> bool {
+        self.keep.is_some()
+    }
+
+    /// A driver has refused to register it, and is not asked again.
+    pub(crate) fn refuse(&self) {
+        self.refused.store(true, Ordering::Release);
+    }
+
+    /// Whether a driver has refused to register it.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.refused.load(Ordering::Acquire)
     }
 
     /// Makes its pages resident, so that who registers it finds them there. Advice: what is refused happens at first touch.

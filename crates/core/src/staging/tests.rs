@@ -3,6 +3,7 @@
 use super::*;
 use crate::error::ErrorKind;
 use crate::machine::page_size;
+use crate::memory::Anonymous;
 use crate::options::{HUGE_PAGE, MIB};
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -380,6 +381,20 @@ fn a_neighbours_slab_that_a_hanging_copy_may_read_stays_mapped() {
     neighbour.disown_all_but(&|_| false);
     assert_eq!((neighbour.trim(), neighbour.staging().borrowed), (0, SLAB));
     read(address);
+}
+
+#[test]
+fn shared_slabs_have_huge_pages_where_the_kernel_says_so() {
+    let file = fs::File::from(memory_file::create(2 * HUGE_PAGE).unwrap());
+    let memory = Anonymous::shared(&file, 2 * HUGE_PAGE).unwrap();
+    (0..2).for_each(|i| memory_file::allocate(&file, i * HUGE_PAGE, page_size()).unwrap());
+    if memory.collapse() {
+        assert_eq!(kib(memory.at(), "ShmemPmdMapped:"), 2 * HUGE_PAGE / 1024);
+        // SAFETY: this test's own.
+        let bytes = unsafe { std::slice::from_raw_parts(memory.at(), memory.len()) };
+        assert!(bytes.iter().all(|byte| *byte == 0));
+    }
+    assert!(["huge", "4 KiB", "16 KiB", "64 KiB"].contains(&shared_memory_pages()));
 }
 
 #[test]

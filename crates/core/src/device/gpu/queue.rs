@@ -231,10 +231,19 @@ impl<'a> GpuQueue<'a> {
         if slab.as_ref().is_some_and(|slab| slab.is_registered(self.api.driver_number())) {
             return true;
         }
-        if !self.registers() {
+        if !self.registers() || slab.as_ref().is_some_and(|slab| slab.is_refused()) {
             return false;
         }
         let refused = match slab {
+            Some(slab) if slab.is_adopted() => {
+                let refused = register_in(self.context, self.api, &slab).err();
+                if let Some(error) = &refused {
+                    // Its owner sends its bytes through a socket from now on. This load's own slabs are still registered.
+                    slab.refuse();
+                    self.shared.note_refused_slab(error.to_string());
+                }
+                return refused.is_none();
+            }
             Some(slab) => register_in(self.context, self.api, &slab).err().map(|e| e.to_string()),
             None => Some("the memory is not of the slab ring".to_owned()),
         };

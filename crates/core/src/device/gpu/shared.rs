@@ -59,6 +59,15 @@ impl GpuShared {
         }
     }
 
+    /// Another rank's slab cannot be registered.
+    pub(super) fn note_refused_slab(&self, reason: String) {
+        let mut state = self.lock();
+        let (from, to) = ("shared slabs", "sockets");
+        if !state.fallbacks.iter().any(|known| known.from == from) {
+            state.fallbacks.push(Fallback { from, to, reason });
+        }
+    }
+
     /// Lets go of the batch, then hands its ticket back. If it failed: copies to these blocks had begun.
     pub(super) fn finish(&self, batch: Batch, result: Result<()>, begun: Vec<u32>) {
         let ticket = batch.ticket;

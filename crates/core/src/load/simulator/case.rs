@@ -2,7 +2,7 @@
 //! code of every load. A case is checked byte by byte, without moving any.
 
 use super::random::Rng;
-use crate::extent::{Declared, InCommon, Landing, TakesSlab};
+use crate::extent::{Declared, Extent, InCommon, Landing, TakesSlab};
 use crate::format::Checkpoint;
 use crate::load::exchange::rows;
 use crate::options::{Options, Order, PAGE};
@@ -134,11 +134,42 @@ impl Misplan {
     ];
 }
 
+/// The machines of the ranks, and which ranks share slabs with others of their machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Nodes {
+    pub(super) ranks: u32,
+    pub(super) nodes: u32,
+    /// A bit for each of the first ranks. The others share nothing.
+    pub(super) sharing: u64,
+}
+
+impl Nodes {
+    /// A rank on each node.
+    pub(super) fn apart(ranks: u32) -> Nodes {
+        Nodes { ranks, nodes: ranks, sharing: 0 }
+    }
+
+    pub(super) fn node_of(self, rank: u32) -> u32 {
+        rank * self.nodes / self.ranks
+    }
+
+    /// Whether a rank shares slabs with others of its machine.
+    pub(super) fn shares(self, rank: u32) -> bool {
+        self.sharing.checked_shr(rank).unwrap_or(0) & 1 == 1
+    }
+
+    /// Whether another rank is a neighbour, as far as a rank knows before the load.
+    fn is_near(self, rank: u32, other: u32) -> bool {
+        self.shares(rank) && self.node_of(rank) == self.node_of(other)
+    }
+}
+
 /// The plans of all ranks.
 pub(super) struct Case<'a> {
     pub(super) checkpoint: &'a Checkpoint,
     pub(super) shares: Arc<Shares>,
     pub(super) of_rank: Vec<u32>,
+    pub(super) nodes: Nodes,
     /// By list.
     layouts: Vec<Arc<Layout>>,
     pub(super) schedules: Vec<Arc<Schedule>>,
@@ -154,8 +185,8 @@ const LATE: Lane = Lane::new(&Declared {
 
 impl<'a> Case<'a> {
     /// `gpu`: what comes from others needs slabs. `late`: the storage takes slabs at arrival.
-    pub(super) fn new(model: &'a Model, wanted: Wanted, ranks: u32, gpu: bool, late: bool) -> Case<'a> {
-        let checkpoint = &model.checkpoint;
+    pub(super) fn new(model: &'a Model, wanted: Wanted, nodes: Nodes, gpu: bool, late: bool) -> Case<'a> {
+        let (checkpoint, ranks) = (&model.checkpoint, nodes.ranks);
         let (lists, of_rank) = wanted.lists(checkpoint, ranks);
         let shares = Arc::new(Shares::new(checkpoint, RankWants { lists: &lists, of_rank: &of_rank }).unwrap());
         let target = if gpu { Target::Gpu } else { Target::Cpu { misaligned: false } };
@@ -169,12 +200,13 @@ impl<'a> Case<'a> {
         let limits =
             Limits { extent: options.extent, gap: options.least_gap(), scatter, direct_in_place: true, window: None };
         let schedule = |rank: u32| {
-            let ranks = RankShares::new(&shares, rank);
+            let near: Vec<bool> = (0..nodes.ranks).map(|other| nodes.is_near(rank, other)).collect();
+            let ranks = RankShares { near: &near, ..RankShares::new(&shares, rank) };
             let layout = &layouts[of_rank[rank as usize] as usize];
             Arc::new(Schedule::of_rank(checkpoint, layout, &files, &limits, Some(&ranks)))
         };
         let schedules: Vec<Arc<Schedule>> = (0..ranks).map(schedule).collect();
-        Case { checkpoint, shares, of_rank, layouts, schedules }
+        Case { checkpoint, shares, of_rank, nodes, layouts, schedules }
     }
 
     pub(super) fn layout(&self, rank: u32) -> &Arc<Layout> {
@@ -238,6 +270,14 @@ impl<'a> Case<'a> {
                 if e.landing == Landing::Slab && e.len > most {
                     return Err(format!("rank {rank} needs a slab of {} bytes", e.len));
                 }
+                let lent = e.lane == Lane::NEIGHBOUR;
+                if let (true, Some(InCommon::Received { parcel, .. })) = (lent, e.shared) {
+                    let parcel = &self.shares.parcels()[parcel as usize];
+                    let whole = (parcel.file, parcel.start, parcel.end);
+                    if (e.file, e.offset, e.offset + e.len) != whole || e.landing != Landing::Slab {
+                        return Err(format!("rank {rank} borrows other bytes than its reader has: {e:?}"));
+                    }
+                }
                 let pieces = &schedule.pieces[e.pieces.start as usize..e.pieces.end as usize];
                 let mut expected: Vec<(u64, u64)> = Vec::new();
                 for piece in pieces {
@@ -249,7 +289,7 @@ impl<'a> Case<'a> {
                         let from = e.offset + piece.from + row * piece.from_stride;
                         for (at, part) in layout.runs[piece.want as usize].rows(dense.clone()) {
                             let len = part.end - part.start;
-                            if let Some(InCommon::Received { .. }) = e.shared {
+                            if let (Some(InCommon::Received { .. }), false) = (e.shared, lent) {
                                 match expected.last_mut() {
                                     Some(last) if last.0 + last.1 == at => last.1 += len,
                                     _ => expected.push((at, len)),
@@ -260,7 +300,7 @@ impl<'a> Case<'a> {
                         }
                     }
                 }
-                if let Some(InCommon::Received { parcel, .. }) = e.shared {
+                if let (Some(InCommon::Received { parcel, .. }), false) = (e.shared, lent) {
                     let (nbytes, sent) = rows(&self.shares, self.checkpoint, parcel, rank);
                     let sent: Vec<(u64, u64)> = sent.collect();
                     if sent != expected || nbytes != e.len || sent.iter().map(|row| row.1).sum::<u64>() != e.len {
@@ -279,7 +319,10 @@ impl<'a> Case<'a> {
                 }
             }
             let mirrors = layout.blocks.iter().any(|block| matches!(block.kind, BlockKind::Mirror { .. }));
-            if mirrors && schedule.extents.iter().all(|e| e.landing == Landing::Slab) {
+            // What is read for others or lent is not read in place.
+            let in_slabs = |e: &&Extent| matches!(e.shared, Some(InCommon::Sent(_))) || e.lane == Lane::NEIGHBOUR;
+            let mut others = schedule.extents.iter().filter(|e| !in_slabs(e)).peekable();
+            if mirrors && others.peek().is_some() && others.all(|e| e.landing == Landing::Slab) {
                 return Err("nothing lands in place".to_owned());
             }
         }

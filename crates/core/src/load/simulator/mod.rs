@@ -1,18 +1,20 @@
 //! A seeded world for ranks that load together: a clock that jumps; storage and network cards with rates; connections that keep
 //! their order and hold back; words that come late; ranks that are killed, stopped and resumed, nodes that lose their power,
-//! reads that fail, storage that hangs. Plan (`Shares`, `Schedule`), engine and watch are those of every load. Storage, network
-//! and the threads that serve them are models, and no bytes move: a case shows without them that each gets to its place.
+//! reads that fail, storage that hangs; ranks of one node that lend each other slabs. Plan (`Shares`, `Schedule`), engine, watch
+//! and loans are those of every load. Storage, network and the threads that serve them are models, and no bytes move: a case
+//! shows without them that each gets to its place, and each slab knows its readers.
 //!
-//! It also shows that it would notice mistakes: of the engine ([`Mutant::OF_RANKS`]), of the watch ([`Lapse`]), and of a plan
-//! ([`Misplan`]).
+//! It also shows that it would notice mistakes: of the engine ([`Mutant::OF_RANKS`]), of the watch ([`Lapse`]), of the loans
+//! ([`BadLoan`]), and of a plan ([`Misplan`]).
 
 use crate::engine::mutated::Mutant;
 use crate::error::ErrorKind;
+use crate::peers::loans::mutated::BadLoan;
 use crate::peers::watch::mutated::Lapse;
-use case::{Case, Misplan, Model, Wanted};
+use case::{Case, Misplan, Model, Nodes, Wanted};
 use random::Rng;
 use std::collections::BTreeMap;
-use world::{Ended, Incident, Machines, Setting, Time, World, MS, PEER_TIMEOUT, SECOND};
+use world::{Ended, Incident, LinkTraits, Machines, Setting, Time, World, KERNEL, MS, PEER_TIMEOUT, SECOND};
 
 mod case;
 mod random;
@@ -32,14 +34,16 @@ fn seeds() -> u64 {
 struct Mistakes {
     mutant: Option<Mutant>,
     lapse: Option<Lapse>,
+    bad_loan: Option<BadLoan>,
     misplan: Option<Misplan>,
 }
 
 /// The load that a seed makes.
 #[derive(Debug, Clone, Copy)]
 struct Scenario {
-    ranks: u32,
+    nodes: Nodes,
     wanted: Wanted,
+    gpu: bool,
     late_slabs: bool,
     setting: Setting,
     incident: Option<(Time, Incident)>,
@@ -66,12 +70,12 @@ impl Scenario {
         };
         let setting = Setting {
             machines,
-            nodes,
-            gpu,
             slabs: 2 + rng.below(7) as usize,
             depth: 1 + rng.below(8) as usize,
             mutant: mistakes.mutant,
             lapse: mistakes.lapse,
+            bad_loan: mistakes.bad_loan,
+            ..Setting::of(machines)
         };
         let rank = rng.below(u64::from(ranks)) as u32;
         // Before, while and after most loads.
@@ -90,7 +94,22 @@ impl Scenario {
         };
         let late = rng.one_in(6).then(|| (rng.below(u64::from(ranks)) as u32, rng.below(20 * SECOND)));
         let late = late.filter(|_| incident.is_none());
-        Scenario { ranks, wanted, late_slabs: rng.one_in(4), setting, incident: incident.map(|i| (at, i)), late }
+        let late_slabs = rng.one_in(3);
+        // All ranks, most of them, or none.
+        let sharing = match rng.below(3) {
+            0 => 0,
+            1 => rng.next() | rng.next(),
+            _ => u64::MAX,
+        };
+        let links = LinkTraits {
+            delay: rng.between(1e3, 1e9) as Time,
+            unreachable: rng.one_in(4).then(|| 1 + rng.below(4)),
+            unmapped: rng.one_in(4).then(|| (rng.below(u64::from(ranks)) as u32, 1 + rng.below(8))),
+        };
+        let kernel = if rng.one_in(2) { KERNEL } else { 1 + rng.below(KERNEL) };
+        let setting = Setting { links, kernel, uneven: rng.one_in(3), ..setting };
+        let nodes = Nodes { ranks, nodes, sharing };
+        Scenario { nodes, wanted, gpu, late_slabs, setting, incident: incident.map(|i| (at, i)), late }
     }
 }
 
@@ -105,8 +124,8 @@ enum Outcome {
 fn judge(model: &Model, seed: u64, mistakes: Mistakes) -> Result<Option<Outcome>, String> {
     let mut rng = Rng(seed);
     let scenario = Scenario::new(&mut rng, mistakes);
-    let Scenario { ranks, wanted, setting, incident, late, .. } = scenario;
-    let mut case = Case::new(model, wanted, ranks, setting.gpu, scenario.late_slabs);
+    let Scenario { nodes, wanted, setting, incident, late, .. } = scenario;
+    let mut case = Case::new(model, wanted, nodes, scenario.gpu, scenario.late_slabs);
     if let Some(misplan) = mistakes.misplan {
         if !case.misplan(misplan, &mut rng) {
             return Ok(None);
@@ -128,6 +147,9 @@ fn check(world: &World<'_>, scenario: &Scenario, ended: &[Option<Ended>]) -> Res
     if let Some(rank) = world.keeps_slabs() {
         return Err(format!("rank {rank} has ended and keeps a slab"));
     }
+    if let Some(rank) = world.keeps_loans() {
+        return Err(format!("rank {rank} has ended and keeps a slab of another one"));
+    }
     let errors = ended.iter().flatten().filter(|ended| ended.error.is_some()).count();
     let harmless = match scenario.incident {
         None | Some((_, Incident::AllSleep(_))) => true,
@@ -135,6 +157,9 @@ fn check(world: &World<'_>, scenario: &Scenario, ended: &[Option<Ended>]) -> Res
         _ => false,
     };
     if errors == 0 && ended.iter().all(Option::is_some) {
+        if world.lends() {
+            return Err("all ended well, and a slab is still lent or retired".to_owned());
+        }
         return all_is_there(world, ended).map(|()| Outcome::AllWell);
     }
     if harmless {
@@ -148,7 +173,7 @@ fn check(world: &World<'_>, scenario: &Scenario, ended: &[Option<Ended>]) -> Res
         Incident::Killed(rank) => (vec![rank], SECOND + 2 * lost),
         Incident::Stopped(rank, _) => (vec![rank], PEER_TIMEOUT + SECOND + 2 * lost),
         Incident::NodeLost(node) => {
-            let there = (0..scenario.ranks).filter(|rank| world.node_of(*rank) == node);
+            let there = (0..scenario.nodes.ranks).filter(|rank| world.node_of(*rank) == node);
             (there.collect(), PEER_TIMEOUT + SECOND + 2 * lost)
         }
         // When its next read ends, and when it has hung for the stall timeout and a drain.
@@ -262,7 +287,7 @@ fn caught(model: &Model, mistakes: Mistakes) -> Option<(u64, String)> {
 }
 
 #[test]
-fn mistakes_of_the_engine_of_the_watch_and_of_the_plan_are_caught() {
+fn mistakes_of_the_engine_of_the_watch_of_loans_and_of_the_plan_are_caught() {
     let model = Model::transformer();
     let mut missed: Vec<String> = Vec::new();
     let mut look = |name: String, mistakes| match caught(&model, mistakes) {
@@ -274,6 +299,9 @@ fn mistakes_of_the_engine_of_the_watch_and_of_the_plan_are_caught() {
     }
     for &lapse in Lapse::ALL {
         look(format!("{lapse:?}"), Mistakes { lapse: Some(lapse), ..Mistakes::default() });
+    }
+    for &bad_loan in BadLoan::ALL {
+        look(format!("{bad_loan:?}"), Mistakes { bad_loan: Some(bad_loan), ..Mistakes::default() });
     }
     for misplan in Misplan::ALL {
         look(format!("{misplan:?}"), Mistakes { misplan: Some(misplan), ..Mistakes::default() });

@@ -4,7 +4,7 @@
 //! quarter, where the network is. A thousand nodes with engines and watches, each with a tensor of its own, show who notices the
 //! loss of one.
 
-use super::case::{Case, Model, Wanted};
+use super::case::{Case, Model, Nodes, Wanted};
 use super::random::Pipe;
 use super::world::{Incident, Machines, Setting, Time, World, MS, PEER_TIMEOUT, SECOND};
 use crate::error::ErrorKind;
@@ -60,8 +60,8 @@ fn replicas(model: &Model, machines: Machines, nodes: u32) -> (f64, u64) {
 
 /// The same by the world.
 fn simulated(model: &Model, machines: Machines, nodes: u32) -> (f64, u64) {
-    let case = Case::new(model, Wanted::Replicas, nodes, false, false);
-    let setting = Setting { machines, nodes, gpu: false, slabs: 64, depth: 16, mutant: None, lapse: None };
+    let case = Case::new(model, Wanted::Replicas, Nodes::apart(nodes), false, false);
+    let setting = Setting { slabs: 64, depth: 16, ..Setting::of(machines) };
     let mut world = World::new(&case, setting, 1);
     let ended = world.run(1000 * SECOND).unwrap();
     let ends = ended.iter().flatten();
@@ -112,11 +112,9 @@ fn slow_network_cards_would_be_seen() {
 fn a_thousand_ranks_name_the_node_that_is_lost_in_time() {
     for (ranks, at) in [(1000, 2 * SECOND), (100, 50 * MS)] {
         let model = Model::new(&[vec![vec![40, 4096]; ranks as usize]]);
-        let case = Case::new(&model, Wanted::Apart, ranks, false, false);
+        let case = Case::new(&model, Wanted::Apart, Nodes::apart(ranks), false, false);
         let slow = Machines { storage: 16.4e3 * f64::from(ranks), ..machines(1e9, 25e9) };
-        let setting =
-            Setting { machines: slow, nodes: ranks, gpu: false, slabs: 4, depth: 4, mutant: None, lapse: None };
-        let mut world = World::new(&case, setting, 7);
+        let mut world = World::new(&case, Setting { slabs: 4, depth: 4, ..Setting::of(slow) }, 7);
         world.let_happen(at, Incident::NodeLost(17));
         let ended = world.run(100 * SECOND).unwrap();
         let mut last: Time = 0;

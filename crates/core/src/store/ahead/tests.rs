@@ -9,6 +9,7 @@ use super::*;
 use crate::error::{Error, ErrorKind};
 use crate::options::MIB;
 use crate::store::Files;
+#[cfg(debug_assertions)]
 use crate::threads::{trip, untrip};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -236,6 +237,7 @@ fn a_caller_that_gives_up_is_let_go() {
     assert!(outcome.is_ok() || outcome.is_err_and(|e| e.kind() == ErrorKind::Cancelled));
 }
 
+#[cfg(debug_assertions)]
 #[test]
 fn a_panic_of_a_thread_reaches_who_waits_for_it() {
     let _alone = HANDLES.write().unwrap_or_else(PoisonError::into_inner);

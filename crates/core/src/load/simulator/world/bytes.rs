@@ -28,19 +28,36 @@ impl World<'_> {
     /// If a parcel was both sent and copied, its slab is free.
     pub(super) fn batch_ends(&mut self, rank: u32, extent: u32) {
         let r = &mut self.ranks[rank as usize];
-        if r.sending.get(&extent).is_some_and(|sending| sending.left == 0 && sending.copied) {
-            r.sending.remove(&extent);
-            r.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(()), Vec::new()));
+        let Some(Sending { copied: true, sent: Some(sent), .. }) = r.sending.get(&extent) else { return };
+        let sent = sent.clone();
+        r.sending.remove(&extent);
+        r.engine.on(self.now, Event::CopyDone(ticket(extent), sent, Vec::new()));
+    }
+
+    /// The bytes that a rank wants of a parcel.
+    pub(super) fn wanted(&self, number: u32, rank: u32) -> u64 {
+        // All bytes are wanted by replicas. That is said here because a thousand of them would ask a thousand times.
+        if self.case.of_rank.iter().all(|list| *list == 0) {
+            let parcel = &self.case.shares.parcels()[number as usize];
+            return parcel.end - parcel.start;
+        }
+        rows(&self.case.shares, self.case.checkpoint, number, rank).0
+    }
+
+    /// A parcel has come to a rank.
+    pub(super) fn comes(&mut self, rank: u32, parcel: u32) {
+        if !self.received.insert((parcel, rank)) {
+            self.fault = Some(format!("parcel {parcel} comes twice to rank {rank}"));
         }
     }
 
     /// Gives the kernel what it takes.
     pub(super) fn pump(&mut self, from: u32, to: u32) {
         let r = &self.ranks[from as usize];
-        if r.life != Life::Runs || r.failure.is_some() {
+        if r.life != Life::Runs || r.is_quiet() {
             return;
         }
-        while self.ranks[from as usize].on_the_way[to as usize] < KERNEL {
+        while self.ranks[from as usize].on_the_way[to as usize] < self.kernel {
             let Some((extent, parcel, nbytes)) = self.ranks[from as usize].out[to as usize].pop_front() else { return };
             self.ranks[from as usize].on_the_way[to as usize] += nbytes;
             let (source, target) = (self.node_of(from) as usize, self.node_of(to) as usize);
@@ -51,7 +68,7 @@ impl World<'_> {
                 let left = self.nodes[source][1].carry(self.now, nbytes);
                 (left, self.nodes[target][2].carry(left, nbytes).max(left) + self.machines.latency)
             };
-            self.push(left, Step::Left { from, to, extent });
+            self.push(left, Step::Left { from, to, extent, parcel });
             self.push(comes, Step::Comes { from, to, parcel, nbytes });
         }
     }
@@ -74,14 +91,14 @@ impl World<'_> {
             }
             r.come[from as usize].pop_front();
             r.awaited.remove(&parcel);
+            r.loans.received(parcel);
             let len = self.case.schedules[rank as usize].extents[extent as usize].len;
-            if len != nbytes {
-                self.fault = Some(format!("{nbytes} bytes of parcel {parcel} come, and rank {rank} wants {len}"));
-            }
-            if !self.received.insert((parcel, rank)) {
-                self.fault = Some(format!("parcel {parcel} comes twice to rank {rank}"));
-            }
             r.engine.on(self.now, Event::ReadDone(ticket(extent), Ok(len), len));
+            let wanted = self.wanted(parcel, rank);
+            if wanted != nbytes {
+                self.fault = Some(format!("{nbytes} bytes of parcel {parcel} come, and rank {rank} wants {wanted}"));
+            }
+            self.comes(rank, parcel);
             self.on(rank, from, Heard::Parcel);
             self.ranks[from as usize].on_the_way[rank as usize] -= nbytes;
             self.pump(from, rank);
@@ -102,7 +119,10 @@ impl World<'_> {
                     if self.ranks[rank as usize].failure.is_some() {
                         return;
                     }
-                    return self.receive(rank, reader);
+                    return match self.ranks[rank as usize].loans.awaits(parcel) {
+                        Some(slab) => self.borrow(rank, parcel, slab),
+                        None => self.receive(rank, reader),
+                    };
                 }
                 let r = &mut self.ranks[rank as usize];
                 r.reading.insert(extent);
@@ -139,6 +159,7 @@ impl World<'_> {
             Action::Withdraw { .. } => {}
             Action::Cancel => {
                 let r = &mut self.ranks[rank as usize];
+                r.gave_up = true;
                 let awaited = std::mem::take(&mut r.awaited);
                 let cancelled = || Error::new(ErrorKind::Cancelled, "simulated");
                 for awaiting in awaited.values() {
@@ -153,48 +174,45 @@ impl World<'_> {
                 let error = r.failure.clone().unwrap_or_else(cancelled);
                 self.send_nothing(rank, &error);
             }
-            Action::Abandon => drop(self.ranks[rank as usize].engine.take_quarantined()),
+            Action::Abandon => {
+                let r = &mut self.ranks[rank as usize];
+                r.engine.take_quarantined().iter_mut().for_each(Held::set_apart);
+                r.sending.clear();
+            }
         }
     }
 
     pub(super) fn copy(&mut self, rank: u32, extent: u32) {
         let e = self.case.schedules[rank as usize].extents[extent as usize].clone();
         let ends = self.devices[rank as usize].carry(self.now, if e.pieces.is_empty() { 0 } else { e.wanted });
-        let Some(InCommon::Sent(number)) = e.shared else { return self.push(ends, Step::CopyEnds(rank, extent)) };
-        if let Some(failure) = self.ranks[rank as usize].failure.clone() {
-            let failed = Event::CopyDone(ticket(extent), Err(failure), Vec::new());
-            return self.ranks[rank as usize].engine.on(self.now, failed);
+        self.push(ends, Step::CopyEnds(rank, extent));
+        let r = &mut self.ranks[rank as usize];
+        match r.engine.slab(extent).map(|held| held.slab) {
+            Some(slab) => {
+                self.book.borrow_mut().begins(slab, rank, SlabUse::Copies);
+                r.copying.insert(extent, slab);
+            }
+            None => self.fault = Some(format!("rank {rank} copies extent {extent} out of no slab")),
+        }
+        let Some(InCommon::Sent(number)) = e.shared else { return };
+        let sending = Sending { parcel: number, sent: r.failure.clone().map(Err), copied: false };
+        if r.sending.entry(extent).or_insert(sending).sent.is_some() {
+            return;
         }
         let parcel = &self.case.shares.parcels()[number as usize];
         // The kernel serves connections side by side. Here each rank begins with the next one, so that not all send to one first.
         let count = self.ranks.len() as u32;
-        let mut others: Vec<u32> =
-            self.case.shares.audience(parcel).iter().copied().filter(|other| *other != rank).collect();
-        others.sort_unstable_by_key(|other| (other + count - rank) % count);
-        let mut sending = Sending::default();
-        let replicas = self.case.of_rank.iter().all(|list| *list == 0);
-        for &to in &others {
-            // All bytes are wanted by replicas. That is said here because a thousand of them would ask a thousand times.
-            let nbytes = match replicas {
-                true => parcel.end - parcel.start,
-                false => rows(&self.case.shares, self.case.checkpoint, number, to).0,
-            };
-            if nbytes > 0 {
-                self.ranks[rank as usize].out[to as usize].push_back((extent, number, nbytes));
-                sending.left += 1;
+        let others = self.case.shares.audience(parcel).iter().copied();
+        let others = others.filter(|other| *other != rank && self.wanted(number, *other) > 0);
+        let mut others: Vec<usize> = others.map(|other| other as usize).collect();
+        others.sort_unstable_by_key(|other| (*other as u32 + count - rank) % count);
+        match others[..] {
+            [] => {
+                if let Some(sending) = self.ranks[rank as usize].sending.get_mut(&extent) {
+                    sending.sent = Some(Ok(()));
+                }
             }
-        }
-        self.push(ends, Step::CopyEnds(rank, extent));
-        self.ranks[rank as usize].sending.insert(extent, sending);
-        others.into_iter().for_each(|to| self.pump(rank, to));
-    }
-
-    /// Fails all sends of a rank.
-    pub(super) fn send_nothing(&mut self, rank: u32, error: &Error) {
-        let r = &mut self.ranks[rank as usize];
-        r.out.iter_mut().for_each(VecDeque::clear);
-        for (extent, _) in std::mem::take(&mut r.sending) {
-            r.engine.on(self.now, Event::CopyDone(ticket(extent), Err(error.clone()), Vec::new()));
+            _ => self.lend(rank, (number, extent), &others),
         }
     }
 }

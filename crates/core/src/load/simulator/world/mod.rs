@@ -1,22 +1,27 @@
 //! The ranks, their storage and their network, in virtual time. Plan, engine and watch are those of every load. The two threads
 //! of a rank are one here, which is never late: it does at once what can be done.
 
-use super::case::Case;
+use super::case::{Case, Nodes};
 use super::random::{Pipe, Rng};
 use crate::engine::mutated::{Engine, Mutant};
 use crate::engine::{Action, Bounds, Event, Slabs};
 use crate::error::{Error, ErrorKind};
 use crate::extent::{InCommon, Landing, Ticket};
 use crate::load::exchange::rows;
+use crate::peers::loans::mutated::{BadLoan, Loans};
 use crate::peers::watch::mutated::{Lapse, PeerWatch};
 use crate::peers::watch::Heard;
-use std::cell::Cell;
+use loans::LinkWord;
+use slabs::{Held, RankSlabs, SlabBook, SlabName, SlabUse};
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet, VecDeque};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 mod bytes;
+mod loans;
+mod slabs;
 mod turns;
 mod words;
 
@@ -31,8 +36,8 @@ const JOIN_TIMEOUT: Time = 300 * SECOND;
 const STALL: Time = 120 * SECOND;
 /// As `peers/exchange.rs` has it.
 const REPORTED: Time = SECOND;
-/// Bytes of a connection that the kernels of both sides hold.
-const KERNEL: u64 = 4 << 20;
+/// Bytes of a connection that the kernels of both sides hold, as long as nobody sets less.
+pub(super) const KERNEL: u64 = 4 << 20;
 /// Ranks up to which words have delays of their own.
 const FEW: usize = 64;
 
@@ -104,6 +109,10 @@ enum Said {
     Alive,
     Complete,
     Failed(u32, String),
+    /// Whether it shares slabs.
+    Introduces(bool),
+    /// It has found no way to the slabs of the rank that hears this.
+    Far,
     /// It says nothing more.
     Closed,
 }
@@ -111,14 +120,24 @@ enum Said {
 #[derive(Debug, Clone)]
 enum Step {
     Wakes(u32),
+    Granted(u32),
     ReadEnds(u32, u32),
     Arrives(u32, u32),
     CopyEnds(u32, u32),
+    /// The engine hears that a parcel has come in another rank's slab.
+    Brought(u32, u32),
+    /// A word on the link of two neighbours.
+    Links {
+        from: u32,
+        to: u32,
+        word: LinkWord,
+    },
     /// All bytes of a parcel have left a rank, for another one.
     Left {
         from: u32,
         to: u32,
         extent: u32,
+        parcel: u32,
     },
     /// They have come.
     Comes {
@@ -146,31 +165,6 @@ enum Step {
     Resumes(u32),
 }
 
-/// The ring of one process.
-struct Slots {
-    most: usize,
-    out: Rc<Cell<usize>>,
-}
-
-struct Slab(Rc<Cell<usize>>);
-
-impl Drop for Slab {
-    fn drop(&mut self) {
-        self.0.set(self.0.get() - 1);
-    }
-}
-
-impl Slabs for Slots {
-    type Slab = Slab;
-    fn acquire(&mut self) -> Result<Option<Slab>, Error> {
-        if self.out.get() == self.most {
-            return Ok(None);
-        }
-        self.out.set(self.out.get() + 1);
-        Ok(Some(Slab(self.out.clone())))
-    }
-}
-
 /// A parcel that is awaited from its reader.
 struct Awaiting {
     extent: u32,
@@ -178,17 +172,21 @@ struct Awaiting {
     told: bool,
 }
 
-/// A parcel that is sent and copied.
-#[derive(Default)]
+/// A parcel that is given to others and copied.
 struct Sending {
-    left: usize,
+    parcel: u32,
+    /// Nobody else needs its slab, or its sending has failed.
+    sent: Option<Result<(), Error>>,
     copied: bool,
 }
 
 struct Rank {
-    engine: Engine<Slab>,
-    ring: Slots,
+    engine: Engine<Held>,
+    ring: RankSlabs,
     watch: PeerWatch,
+    loans: Loans<SlabName>,
+    /// When it has memory for all its blocks.
+    granted: Time,
     life: Life,
     phase: Phase,
     node: u32,
@@ -199,7 +197,16 @@ struct Rank {
     on_the_way: Vec<u64>,
     come: Vec<VecDeque<(u32, u64)>>,
     awaited: BTreeMap<u32, Awaiting>,
-    sending: HashMap<u32, Sending>,
+    sending: BTreeMap<u32, Sending>,
+    /// Own copies in flight.
+    copying: HashMap<u32, SlabName>,
+    /// Slabs of other ranks of which the engine has not heard.
+    brought: HashMap<u32, Held>,
+    /// Parcels that were offered and neither returned nor refused, by whom; and ranks that have refused one.
+    unreturned: HashSet<(u32, u32)>,
+    refused_by: HashSet<u32>,
+    /// Its engine has told the source that the load has failed.
+    gave_up: bool,
     /// Reads of its own.
     reading: HashSet<u32>,
     hangs: bool,
@@ -211,14 +218,25 @@ struct Rank {
     reported: Time,
     /// When words to each other rank have come.
     last_word: Vec<Time>,
+    last_linked: Vec<Time>,
     sent_most: Option<usize>,
     held: HashSet<u32>,
     outcome: Option<(Time, Result<(), Error>)>,
 }
 
+impl Rank {
+    /// Nothing more is sent or received.
+    fn is_quiet(&self) -> bool {
+        self.failure.is_some() || self.gave_up
+    }
+}
+
 pub(super) struct World<'a> {
     pub(super) case: &'a Case<'a>,
     pub(super) machines: Machines,
+    links: LinkTraits,
+    kernel: u64,
+    book: Rc<RefCell<SlabBook>>,
     pub(super) rng: Rng,
     begun: Instant,
     pub(super) now: Time,
@@ -256,45 +274,94 @@ pub(super) struct Ended {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Setting {
     pub(super) machines: Machines,
-    pub(super) nodes: u32,
-    pub(super) gpu: bool,
+    pub(super) links: LinkTraits,
+    /// Bytes of a connection that the kernels of both sides hold. A last parcel goes beyond them.
+    pub(super) kernel: u64,
     pub(super) slabs: usize,
     pub(super) depth: usize,
+    /// Some ranks have fewer slabs, fewer reads at a time and slower devices, and get their memory later.
+    pub(super) uneven: bool,
     pub(super) mutant: Option<Mutant>,
     pub(super) lapse: Option<Lapse>,
+    pub(super) bad_loan: Option<BadLoan>,
+}
+
+impl Setting {
+    /// These machines, few slabs and no mistake.
+    pub(super) fn of(machines: Machines) -> Setting {
+        let links = LinkTraits { delay: 1, unreachable: None, unmapped: None };
+        Setting {
+            machines,
+            links,
+            kernel: KERNEL,
+            slabs: 4,
+            depth: 4,
+            uneven: false,
+            mutant: None,
+            lapse: None,
+            bad_loan: None,
+        }
+    }
+}
+
+/// The links of neighbours.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LinkTraits {
+    /// The longest delay of a word on them, in addition to that of all words.
+    pub(super) delay: Time,
+    /// One pair in so many finds no way to each other.
+    pub(super) unreachable: Option<u64>,
+    /// A rank that cannot map one slab in so many.
+    pub(super) unmapped: Option<(u32, u64)>,
 }
 
 impl<'a> World<'a> {
     pub(super) fn new(case: &'a Case<'a>, setting: Setting, seed: u64) -> World<'a> {
-        let Setting { machines, nodes, slabs, depth, mutant, lapse, .. } = setting;
+        let Setting { machines, links, kernel, uneven, mutant, lapse, bad_loan, .. } = setting;
         Mutant::commit(mutant);
         Lapse::commit(lapse);
+        BadLoan::commit(bad_loan);
         let count = case.schedules.len();
         let begun = Instant::now();
-        let mut ranks = Vec::new();
+        let book = Rc::new(RefCell::new(SlabBook::new(count)));
+        let (mut ranks, mut devices) = (Vec::new(), Vec::new());
+        let mut rng = Rng(seed);
         for (rank, schedule) in (0..count as u32).zip(&case.schedules) {
             let received = schedule.extents.iter().filter(|e| matches!(e.shared, Some(InCommon::Received { .. })));
             let received: Vec<_> = received.collect();
             let in_slabs = received.iter().any(|e| e.landing == Landing::Slab);
+            let (mut slabs, mut depth, mut device, mut granted) = (setting.slabs, setting.depth, machines.device, 0);
+            if uneven {
+                slabs = 2 + rng.below(slabs as u64 - 1) as usize;
+                depth = 1 + rng.below(depth as u64) as usize;
+                device /= rng.between(1.0, 4.0);
+                granted = rng.between(1e4, 1e9) as Time;
+            }
+            devices.push(Pipe::new(device));
             // As `load/start.rs` has it.
             let sent = in_slabs.then_some((slabs / 2).max(1));
             let bounds = Bounds { depth, requests: depth + received.len(), window: None, sent, stall: STALL };
             let layout = case.layout(rank).clone();
-            let mut engine = Engine::new(schedule.clone(), layout.clone(), bounds);
-            (0..layout.blocks.len() as u32).for_each(|block| engine.on(0, Event::Granted(block)));
             ranks.push(Rank {
-                engine,
-                ring: Slots { most: slabs, out: Rc::default() },
+                engine: Engine::new(schedule.clone(), layout, bounds),
+                granted,
+                ring: RankSlabs { owner: rank, most: slabs, book: book.clone() },
                 watch: watch(rank, count, begun),
+                loans: World::loans(case.nodes, rank),
                 life: Life::Runs,
                 phase: Phase::Loads,
-                node: rank * nodes / count as u32,
+                node: case.nodes.node_of(rank),
                 deferred: Vec::new(),
                 out: vec![VecDeque::new(); count],
                 on_the_way: vec![0; count],
                 come: vec![VecDeque::new(); count],
                 awaited: BTreeMap::new(),
-                sending: HashMap::new(),
+                sending: BTreeMap::new(),
+                copying: HashMap::new(),
+                brought: HashMap::new(),
+                unreturned: HashSet::new(),
+                refused_by: HashSet::new(),
+                gave_up: false,
                 reading: HashSet::new(),
                 hangs: false,
                 fails: false,
@@ -304,18 +371,21 @@ impl<'a> World<'a> {
                 wakes_at: Time::MAX,
                 reported: 0,
                 last_word: vec![0; count],
+                last_linked: vec![0; count],
                 sent_most: sent,
                 held: HashSet::new(),
                 outcome: None,
             });
         }
-        let Machines { storage, node, network, local, device, .. } = machines;
-        let mut rng = Rng(seed);
+        let Machines { storage, node, network, local, .. } = machines;
         let late_words = rng.one_in(2).then(|| rng.below(count as u64) as u32);
         let of_node = [Pipe::new(node), Pipe::new(network), Pipe::new(network), Pipe::new(local)];
         World {
             case,
             machines,
+            links,
+            kernel,
+            book,
             rng,
             begun,
             now: 0,
@@ -325,8 +395,8 @@ impl<'a> World<'a> {
             free: Vec::new(),
             ranks,
             storage: Pipe::new(storage),
-            nodes: vec![of_node; nodes as usize],
-            devices: vec![Pipe::new(device); count],
+            nodes: vec![of_node; case.nodes.nodes as usize],
+            devices,
             parcels_read: HashMap::new(),
             received: HashSet::new(),
             bytes_read: vec![0; count],
@@ -344,11 +414,27 @@ impl<'a> World<'a> {
 
     /// A rank that has ended and has not given back all its slabs.
     pub(super) fn keeps_slabs(&self) -> Option<usize> {
-        self.ranks.iter().position(|rank| rank.phase == Phase::Over && rank.ring.out.get() > 0)
+        let keeps = |rank: &usize| self.ranks[*rank].phase == Phase::Over && self.book.borrow().out(*rank as u32) > 0;
+        (0..self.ranks.len()).find(keeps)
+    }
+
+    /// A rank that has ended and has not let go of another rank's slab.
+    pub(super) fn keeps_loans(&self) -> Option<usize> {
+        let keeps = |rank: &usize| self.ranks[*rank].phase == Phase::Over && self.book.borrow().borrows(*rank as u32);
+        (0..self.ranks.len()).find(keeps)
+    }
+
+    /// A slab is lent or retired.
+    pub(super) fn lends(&self) -> bool {
+        !self.book.borrow().is_at_rest()
     }
 
     /// This happens then.
     pub(super) fn let_happen(&mut self, at: Time, incident: Incident) {
+        if let Incident::ReadFails(rank) | Incident::StorageHangs(rank) = incident {
+            // So that a connection breaks before the reason is heard.
+            self.late_words = self.late_words.map(|late| if rank % 2 == 0 { rank } else { late });
+        }
         self.push(at, Step::Happens(incident));
     }
 
@@ -361,6 +447,7 @@ impl<'a> World<'a> {
     /// Runs until every rank has ended that can. Then it gives how they ended; none for one that is dead, or stopped for good.
     pub(super) fn run(&mut self, until: Time) -> Result<Vec<Option<Ended>>, String> {
         for rank in 0..self.ranks.len() as u32 {
+            self.push(self.ranks[rank as usize].granted, Step::Granted(rank));
             if self.ranks[rank as usize].life == Life::Runs {
                 self.begins(rank);
             }
@@ -376,8 +463,8 @@ impl<'a> World<'a> {
             if let Some(step) = self.kept[number].take() {
                 self.step(step);
             }
-            if let Some(fault) = &self.fault {
-                return Err(fault.clone());
+            if let Some(fault) = self.fault.take().or_else(|| self.book.borrow_mut().take_fault()) {
+                return Err(fault);
             }
             if std::mem::take(&mut self.changed) && self.awaits == 0 && !self.ranks.iter().any(goes_on) {
                 break;
@@ -414,17 +501,21 @@ impl<'a> World<'a> {
         let r = &mut self.ranks[rank as usize];
         r.planned = self.now;
         self.say(rank, &Said::Alive);
+        if self.ranks.len() <= FEW {
+            self.say(rank, &Said::Introduces(self.case.nodes.shares(rank)));
+        }
         self.turn(rank);
     }
 
     /// The rank at which a step happens.
     fn of_rank(step: &Step) -> Option<u32> {
         match step {
-            Step::Wakes(rank) | Step::ReadEnds(rank, _) | Step::Arrives(rank, _) | Step::CopyEnds(rank, _) => {
-                Some(*rank)
-            }
+            Step::Wakes(rank) | Step::Granted(rank) => Some(*rank),
+            Step::ReadEnds(rank, _) | Step::Arrives(rank, _) => Some(*rank),
+            Step::CopyEnds(rank, _) | Step::Brought(rank, _) => Some(*rank),
             Step::Left { from, .. } => Some(*from),
             Step::Comes { to, .. } | Step::Says { to, .. } | Step::Breaks { to, .. } => Some(*to),
+            Step::Links { to, .. } => Some(*to),
             Step::SaysToAll { .. } | Step::Happens(_) | Step::Resumes(_) => None,
         }
     }
@@ -449,6 +540,11 @@ impl<'a> World<'a> {
                 self.ranks[rank as usize].wakes_at = Time::MAX;
                 self.turn(rank);
             }
+            Step::Granted(rank) => {
+                let blocks = 0..self.case.layout(rank).blocks.len() as u32;
+                blocks.for_each(|block| self.ranks[rank as usize].engine.on(self.now, Event::Granted(block)));
+                self.turn(rank);
+            }
             Step::ReadEnds(rank, extent) => self.read_ends(rank, extent),
             Step::Arrives(rank, extent) => {
                 let r = &self.ranks[rank as usize];
@@ -459,27 +555,26 @@ impl<'a> World<'a> {
             }
             Step::CopyEnds(rank, extent) => {
                 let r = &mut self.ranks[rank as usize];
+                if let Some(slab) = r.copying.remove(&extent) {
+                    self.book.borrow_mut().ends(slab, rank, SlabUse::Copies);
+                }
                 match r.sending.get_mut(&extent) {
                     Some(sending) => sending.copied = true,
-                    None if matches!(
-                        self.case.schedules[rank as usize].extents[extent as usize].shared,
-                        Some(InCommon::Sent(_))
-                    ) =>
-                    {
-                        // Its sending has failed.
-                        return;
-                    }
                     None => r.engine.on(self.now, Event::CopyDone(ticket(extent), Ok(()), Vec::new())),
                 }
                 self.batch_ends(rank, extent);
                 self.turn(rank);
             }
-            Step::Left { from, to, extent } => {
-                let r = &mut self.ranks[from as usize];
-                if let Some(sending) = r.sending.get_mut(&extent) {
-                    sending.left -= 1;
-                }
-                self.batch_ends(from, extent);
+            Step::Brought(rank, extent) => {
+                self.brought(rank, extent);
+                self.turn(rank);
+            }
+            Step::Links { from, to, word } => {
+                self.hear_link(to, from, word);
+                self.turn(to);
+            }
+            Step::Left { from, to, extent, parcel } => {
+                self.sent(from, to, (extent, parcel));
                 self.pump(from, to);
                 self.turn(from);
             }
@@ -565,6 +660,7 @@ impl<'a> World<'a> {
             return;
         }
         r.life = how;
+        self.book.borrow_mut().dies(rank);
         if how == Life::Dead {
             self.close(rank, true);
         }

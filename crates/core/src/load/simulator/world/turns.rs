@@ -44,6 +44,7 @@ impl World<'_> {
         let r = &mut self.ranks[rank as usize];
         while r.engine.ready().is_some() {}
         self.slabs_are_few(rank);
+        self.returns(rank);
         self.goes_on(rank);
         self.plan_wake(rank);
     }

@@ -63,6 +63,8 @@ impl World<'_> {
         }
         match said {
             Said::Alive => {}
+            Said::Introduces(shares) => self.introduced(to, from, shares),
+            Said::Far => self.is_far(to, from),
             Said::Complete => self.on(to, from, Heard::Complete),
             Said::Failed(culprit, why) => self.on(to, from, Heard::Failed(Some(culprit), why)),
             Said::Closed => self.on(to, from, Heard::Gone("it has closed its connection".to_owned())),

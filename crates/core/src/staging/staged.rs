@@ -1,7 +1,7 @@
 //! Memory of an extent that lands in a slab: a slab of this process on lease, or a part of a slab that another rank of this
 //! machine lends.
 
-use crate::staging::{Lease, Slab};
+use super::{Lease, Slab};
 use std::sync::Arc;
 
 /// See the module's documentation.
@@ -37,7 +37,7 @@ impl Staged {
         }
     }
 
-    /// What hangs may touch the slab at any later time: other loads do not wait for it.
+    /// Other loads do not wait for the slab: a call that hangs may touch it at any later time.
     pub(crate) fn set_apart(&self) {
         if let Staged::Leased(lease) = self {
             lease.set_apart();
@@ -45,12 +45,15 @@ impl Staged {
     }
 }
 
+/// A call at the end of a loan.
+type Returned = Box<dyn FnOnce(&Slab) + Send + Sync>;
+
 /// A part of another rank's slab, until it is returned by its drop. Nobody writes to it before that.
 pub(crate) struct Borrowed {
     slab: Arc<Slab>,
     /// The place of the extent's first byte in the slab.
     from: usize,
-    returned: Option<Box<dyn FnOnce(&Slab) + Send + Sync>>,
+    returned: Option<Returned>,
 }
 
 impl Borrowed {

@@ -1,0 +1,316 @@
+"""Ranks of one machine that are killed, stopped or fail while their slabs are lent: what the others hear, and whose bytes.
+
+A lender whose load has failed does not wait for its borrowers. So what counts is that a borrower never reads what the
+lender loads later: all later loads are of files whose bytes the first one does not have, into slabs that the first one
+had.
+
+`PENSTOCK_TEST_RANKS=1` (`make ranks`) runs all points of time; otherwise a sample.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ordeal
+import pytest
+import safetensors.numpy
+from ranks_together import Ranks, state, until, until_stopped
+
+WHOLE = os.environ.get("PENSTOCK_TEST_RANKS") == "1"
+SIZE = 4
+#: Seconds of silence after which a rank counts as dead.
+SILENCE = 1.5
+#: Tensors of a file, of a MiB each. A rank reads as many, one after the other.
+TENSORS = 24
+STEPS = TENSORS // SIZE
+
+
+def why_no_faults() -> str | None:
+    """Why this process cannot wait for a write to a page, or nothing."""
+    number = {"x86_64": 323, "aarch64": 282}.get(os.uname().machine)
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = -1 if number is None else libc.syscall(number, os.O_CLOEXEC)
+    if fd < 0:
+        return f"no userfaultfd here: {errno.errorcode.get(ctypes.get_errno(), 'unknown')}"
+    os.close(fd)
+    return None
+
+
+NO_FAULTS = why_no_faults()
+STRACE = shutil.which("strace")
+
+
+def drawn(path: Path, seed: int, low: int, high: int) -> Path:
+    generator = np.random.default_rng(seed)
+    tensors = {f"{n:02}": generator.integers(low, high, 1 << 20, dtype=np.uint8) for n in range(TENSORS)}
+    safetensors.numpy.save_file(tensors, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of bytes from 1 to 127."""
+    return drawn(tmp_path_factory.mktemp("faults") / "model.safetensors", 1, 1, 128)
+
+
+@pytest.fixture(scope="module")
+def other(model: Path) -> Path:
+    """The same tensors, of bytes from 128 to 255."""
+    return drawn(model.parent / "other.safetensors", 2, 128, 256)
+
+
+#: Destinations begin with zeros, which no file has.
+LOADS = """
+import gc, platform, resource
+from pathlib import Path
+
+SLAB = "memfd:penstock-slab"
+options = {"staging": 16 << 20, "extent": 1 << 20, "threads": 2, "shared_slabs": shared, "peer_timeout": silence}
+checkpoints = {which: penstock.open(which) for which in (path, other)}
+expected = {which: safetensors.torch.load_file(which) for which in (path, other)}
+
+def fresh():
+    # Written to: a page that was never written to has no protection to lift
+    return {name: torch.empty_like(tensor).fill_(0) for name, tensor in expected[path].items()}
+
+def wrong(into, of):
+    "Tensors with a byte that is neither the one from before nor that of the file."
+    return [name for name, found in into.items() if not ((found == 0) | (found == expected[of][name])).all()]
+
+def load(name, ranks, of=path, into=None, **more):
+    "How a load of these ranks ends."
+    into = fresh() if into is None else into
+    group = dist.PrefixStore(name, store), ranks.index(rank), len(ranks)
+    outcome = {}
+    try:
+        report = checkpoints[of].load_into(into, group=group, options={**options, **more.pop("options", {})}, **more)
+        outcome["same"] = sum(torch.equal(into[name], expected[of][name]) for name in into)
+        outcome["lent"] = report.exchange["lent_bytes"] if report.exchange else 0
+    except (penstock.PenstockError, KeyboardInterrupt, ZeroDivisionError) as error:
+        outcome["error"], outcome["text"] = type(error).__name__, str(error)
+        if isinstance(error, penstock.PeerError):
+            told = [ranks[error.rank], error.why, error.since]
+            outcome["peer"], outcome["why"], outcome["since"] = told
+    outcome["when"], outcome["wrong"] = time.time(), wrong(into, of)
+    return outcome
+
+def left():
+    "What loads could leave: threads, descriptors, listening sockets; slabs; sockets of links."
+    gc.collect()
+    sockets = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass  # that of this listing
+    mapped = sum(SLAB in line for line in open("/proc/self/maps"))
+    named = [line.split() for line in open("/proc/net/unix") if "@penstock-" in line]
+    return [traces(), mapped, sum(f"socket:[{line[6]}]" in sockets for line in named)]
+
+def settled_left(before):
+    limit = time.monotonic() + 5
+    while left() != before and time.monotonic() < limit:
+        time.sleep(0.01)  # a thread that has answered may still be ending
+    return left()
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "TZ"
+    except OSError:
+        return False
+
+def hold_write(tensor, then):
+    "The next write to the middle of a tensor waits until `then` has returned. Gives what has to be closed at the end."
+    import fcntl, mmap
+    faults = libc.syscall({"x86_64": 323, "aarch64": 282}[platform.machine()], os.O_CLOEXEC)
+    page = (tensor.data_ptr() + tensor.numel() // 2) // mmap.PAGESIZE * mmap.PAGESIZE
+    UFFDIO_API, UFFDIO_REGISTER, UFFDIO_WRITEPROTECT = 0xC018AA3F, 0xC020AA00, 0xC018AA06
+    fcntl.ioctl(faults, UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, 0, 0)))
+    fcntl.ioctl(faults, UFFDIO_REGISTER, bytearray(struct.pack("QQQQ", page, mmap.PAGESIZE, 2, 0)))
+    def protect(mode):
+        fcntl.ioctl(faults, UFFDIO_WRITEPROTECT, bytearray(struct.pack("QQQ", page, mmap.PAGESIZE, mode)))
+    protect(1)
+    def wait():
+        os.read(faults, 32)
+        try:
+            then()
+        finally:
+            protect(0)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return faults
+
+everyone = list(range(4))
+
+class Another:
+    "Another load of this process, in the middle of a copy: slabs that come back meanwhile stay, for the next load."
+    def __init__(self):
+        # Every other byte: that is copied out of staging memory
+        into = torch.empty(2 << 20, dtype=torch.uint8).fill_(0)[::2]
+        begun, self.over = threading.Event(), threading.Event()
+        self.faults = hold_write(into, lambda: (begun.set(), self.over.wait()))
+        given = {"strict": False, "options": options}
+        self.thread = threading.Thread(target=checkpoints[path].load_into, args=[{"00": into}], kwargs=given)
+        self.thread.start()
+        assert begun.wait(60)
+    def end(self):
+        self.over.set()
+        self.thread.join()
+        os.close(self.faults)
+"""
+
+FAULT = (
+    LOADS
+    + """
+def act():
+    write(folder, "fired", str(time.time()))
+    os.kill(int(wait_for(f"{folder}/pid.{which}")), fault)
+    if which == rank:
+        wait_for(f"{folder}/resume.go")
+    else:
+        while running(int(wait_for(f"{folder}/pid.{which}"))):
+            time.sleep(0.001)
+
+write(folder, f"pid.{rank}", str(os.getpid()))
+survivors = [one for one in everyone if one != which]
+if rank in everyone:
+    # What the first load of a process sets up
+    said["first"] = load("first", everyone, options={"trace": f"{folder}/trace.{rank}"})
+    events = json.load(open(f"{folder}/trace.{rank}"))["traceEvents"]
+    reads = [event["args"]["offset"] for event in events if "offset" in event["args"] and event["name"] == "read"]
+    said["own"] = sorted({offset >> 20 for offset in reads} - {tensors})
+    before = left()
+    another, into = Another(), fresh()
+    faults = hold_write(into[tensor], act) if rank == held else None
+    hold("armed")
+    said["fault"] = load("fault", everyone, into=into)
+    if rank == which:
+        said["alone"] = load("alone", [rank], other)
+    else:
+        said["again"] = [load(f"again{n}", survivors, [other, other, path][n % 3]) for n in range(4)]
+if rank != which:
+    said["all"] = load("all", [*survivors, 4])
+if rank in everyone:
+    if faults is not None:
+        os.close(faults)
+    another.end()
+    del another, into
+    said["left"] = [before, settled_left(before)]
+"""
+)
+
+#: (signal, rank, where in its load, how far). A taker copies out of the slab of another rank, a reader lends its slab
+#: to a rank that copies out of it, an owner copies out of its slab itself. They are stopped there in the middle of a
+#: tensor. `sent` and `heard`: after so many messages on its links.
+Point = tuple[int, int, str, int]
+
+
+def points() -> list[Point]:
+    """Fifty for each signal: each rank in turn, spread over its load."""
+    found: list[Point] = []
+    for fault, number in itertools.product((signal.SIGKILL, signal.SIGSTOP), range(50)):
+        which, (part, kind) = number % SIZE, divmod(number // SIZE, 5)
+        where = ["taker", "reader", "sent", "heard", "owner"][kind]
+        far = {"sent": 1 + 12 * part + 3 * which, "heard": 2 + 17 * part + 4 * which}
+        found.append((fault, which, where, far.get(where, 2 * part + which // 2)))
+    return found if WHOLE else [found[number] for number in (0, 25, 30, 51, 55, 62)]
+
+
+def named(point: Point) -> str:
+    fault, which, where, far = point
+    return f"{signal.Signals(fault).name} of rank {which}, {where} {far}"
+
+
+def fits(point: Point) -> None:
+    if point[2] in ("sent", "heard"):
+        if STRACE is None or subprocess.run([STRACE, "-o", os.devnull, "true"], check=False).returncode:
+            pytest.skip("strace is not installed, or may not trace here")
+    elif NO_FAULTS is not None:
+        pytest.skip(NO_FAULTS)
+
+
+@contextmanager
+def traced(pid: int, fault: int, where: str, far: int, log: Path) -> Iterator[Callable[[], bool]]:
+    """Sends the process a signal when one of its threads has sent, or looked for, that many messages. Gives whether it
+    has come.
+    """
+    call, name = {"sent": "sendmsg", "heard": "recvmsg"}[where], signal.Signals(fault).name
+    command = [str(STRACE), "-f", "-o", str(log), "-e", f"trace={call}", "-p", str(pid)]
+    command += ["-e", f"inject={call}:signal={name}:when={far}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+        assert strace.stderr is not None
+        assert "attached" in strace.stderr.readline()
+        try:
+            words = {signal.SIGKILL: "+++ killed by", signal.SIGSTOP: "--- stopped by"}
+            yield lambda: words[signal.Signals(fault)] in log.read_text()
+        finally:
+            # The process stays as it is, stopped or not. To detach properly it would wait for threads that are gone
+            strace.kill()
+
+
+@pytest.mark.parametrize("point", points(), ids=named)
+def test_a_rank_that_is_killed_or_stopped_while_slabs_are_lent_is_named_and_nobody_gets_a_wrong_byte(
+    together: Callable[..., Ranks], model: Path, other: Path, tmp_path: Path, point: Point
+) -> None:
+    fits(point)
+    fault, which, where, far = point
+    neighbour = (which + 1 + far % (SIZE - 1)) % SIZE
+    reader = {"taker": neighbour, "reader": which, "owner": which}.get(where, which)
+    held = {"taker": which, "reader": neighbour, "owner": which}.get(where, -1)
+    given = {"which": which, "fault": int(fault), "held": held, "tensor": f"{reader * STEPS + far % STEPS:02}"}
+    given |= {"shared": True, "silence": SILENCE, "other": str(other), "tensors": TENSORS}
+    # The fifth process takes the place of the one that is gone
+    with together(FAULT, SIZE + 1, model, **given) as ranks:
+        ranks.held("armed", range(SIZE))
+        survivors = [rank for rank in range(SIZE) if rank != which]
+        if held < 0:
+            with traced(ranks.pids[which], fault, where, far, tmp_path / "strace") as come:
+                ranks.release("armed")
+                until(come)
+                fired = time.time()
+            if fault == signal.SIGSTOP:
+                until_stopped(ranks.pids[which])
+            ranks.release("resume")
+        else:
+            ranks.release("armed")
+            until((ranks.folder / "fired").exists)
+            fired = float((ranks.folder / "fired").read_text())
+        said = {rank: ranks.said(rank) for rank in [*survivors, SIZE]}
+        limit = (SILENCE if fault == signal.SIGSTOP else 0.0) + 1.0 * ordeal.load_factor()
+        for rank in survivors:
+            one = said[rank]
+            assert one["first"]["same"] == TENSORS and one["first"]["lent"] > 0, one["first"]
+            assert one["own"] == list(range(rank * STEPS, (rank + 1) * STEPS)), (
+                "it reads other tensors than this test thinks"
+            )
+            assert (one["fault"].get("peer"), one["fault"]["wrong"]) == (which, []), (rank, one["fault"])
+            assert one["fault"]["why"] in one["fault"]["text"], one["fault"]
+            assert one["fault"]["when"] - fired < limit, (rank, one["fault"], fired)
+            assert [load.get("same") for load in one["again"]] == [TENSORS] * 4, (rank, one["again"])
+            assert all(load["lent"] > 0 for load in one["again"]), (rank, one["again"])
+            assert one["left"][0] == one["left"][1], (rank, one["left"])
+            assert one["left"][1][1:] == [0, 0], (rank, one["left"])
+        assert [said[rank]["all"].get("same") for rank in said] == [TENSORS] * SIZE, [
+            one["all"] for one in said.values()
+        ]
+        if fault == signal.SIGSTOP:
+            assert state(ranks.pids[which]) == "T"
+            ranks.release("resume")
+            os.kill(ranks.pids[which], signal.SIGCONT)
+            late = ranks.said(which)
+            assert "peer" in late["fault"] and late["fault"]["wrong"] == [], late["fault"]
+            assert late["alone"].get("same") == TENSORS, late["alone"]
+            assert late["left"][0] == late["left"][1] and late["left"][1][1:] == [0, 0], late["left"]
+        assert not [name for name in os.listdir("/dev/shm") if "penstock" in name]
