@@ -201,7 +201,7 @@ impl Neighbours {
                 owners().insert(owner, link.process());
             }
             if let Err(e) = link.say(&Message::Keeps(Ring::process().registered_inodes())) {
-                self.breaks(at, e.to_string(), news);
+                return self.gives_up(at, e.to_string(), news);
             }
         }
         for parcel in self.loans.decide(at, way) {
