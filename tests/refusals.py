@@ -39,6 +39,11 @@ _CALLS = {
     "cachestat": (451, 451),
     "preadv2": (327, 286),
     "process_vm_readv": (310, 270),
+    "memfd_create": (319, 279),
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "accept4": (288, 242),
+    "fcntl": (72, 25),
     "seccomp": (317, 277),
 }
 _ARM = platform.machine() == "aarch64"

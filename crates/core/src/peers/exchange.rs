@@ -560,7 +560,11 @@ impl Serving {
                     Some(theirs) => neighbours.introduced(at, theirs, &mut self.news),
                     None => garbled = true,
                 },
-                FAR => neighbours.is_far(at, String::from_utf8_lossy(&text).into_owned(), &mut self.news),
+                FAR => {
+                    let why = String::from_utf8_lossy(&text);
+                    let why = format!("rank {} shares no slabs with this one: {why}", peer.rank);
+                    neighbours.is_far(at, why, &mut self.news);
+                }
                 _ => garbled = true,
             }
         }

@@ -16,6 +16,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+/// Most processes that have connected and have said nothing. A rank says its name at once: of more the oldest are none.
+const STRANGERS: usize = 64;
+
 /// Bytes that name a process, a place or a secret.
 type Name = [u8; 16];
 
@@ -88,7 +91,9 @@ pub(super) struct Neighbours {
     loans: Loans<Offered>,
     /// Parcels that somebody may still read out of their slab, or that wait.
     lent: HashMap<u32, Outbound>,
+    /// Each reason once. So many of them were taken.
     fallbacks: Vec<Fallback>,
+    taken: usize,
 }
 
 impl Neighbours {
@@ -123,6 +128,7 @@ impl Neighbours {
             loans,
             lent: HashMap::new(),
             fallbacks: Vec::new(),
+            taken: 0,
         };
         why.iter().for_each(|why| neighbours.fall_back(why.clone()));
         neighbours
@@ -133,9 +139,10 @@ impl Neighbours {
         &self.introduction
     }
 
-    /// Refusals since the last call, each reason once.
+    /// Refusals since the last call. Each reason comes once.
     pub(super) fn take_fallbacks(&mut self) -> Vec<Fallback> {
-        std::mem::take(&mut self.fallbacks)
+        let taken = std::mem::replace(&mut self.taken, self.fallbacks.len());
+        self.fallbacks[taken..].to_vec()
     }
 
     fn fall_back(&mut self, reason: String) {
@@ -169,17 +176,21 @@ impl Neighbours {
         });
         match greeted {
             Ok(link) => self.links[at] = Some(link),
-            Err(why) => {
-                news.push(News::Far { to: at, why: why.clone() });
-                self.is_far(at, why, news);
-            }
+            Err(why) => self.gives_up(at, why, news),
         }
+    }
+
+    /// No link to this rank comes about: it has to hear so.
+    fn gives_up(&mut self, at: usize, why: String, news: &mut Vec<News>) {
+        news.push(News::Far { to: at, why: why.clone() });
+        self.is_far(at, why, news);
     }
 
     /// Parcels for this rank go through its socket.
     pub(super) fn is_far(&mut self, at: usize, why: String, news: &mut Vec<News>) {
         if self.loans.way(at) == ParcelWay::Undecided {
             self.fall_back(why);
+            self.links[at] = None;
             self.decide(at, ParcelWay::Socket, news);
         }
     }
@@ -190,7 +201,7 @@ impl Neighbours {
                 owners().insert(owner, link.process());
             }
             if let Err(e) = link.say(&Message::Keeps(Ring::process().registered_inodes())) {
-                self.breaks(at, e.to_string(), news);
+                return self.gives_up(at, e.to_string(), news);
             }
         }
         for parcel in self.loans.decide(at, way) {
@@ -264,7 +275,11 @@ impl Neighbours {
 
     fn breaks(&mut self, at: usize, why: String, news: &mut Vec<News>) {
         self.links[at] = None;
-        news.push(News::Broken { from: at, why });
+        match self.loans.way(at) {
+            // It did not know who had connected.
+            ParcelWay::Undecided => self.gives_up(at, why, news),
+            _ => news.push(News::Broken { from: at, why }),
+        }
     }
 
     /// The load has failed. Slabs that a borrower may still read are not used again.
@@ -305,32 +320,55 @@ impl Neighbours {
         }
     }
 
-    /// Takes connections. A process that is no rank of this load is turned away.
+    /// Takes connections.
     fn take_strangers(&mut self, news: &mut Vec<News>) {
-        let Some(listener) = &self.listener else { return };
-        while let Some(link) = listener.accept() {
-            self.strangers.push(link);
-        }
-        for mut link in std::mem::take(&mut self.strangers) {
-            match link.hear() {
-                Ok(None) => self.strangers.push(link),
-                Ok(Some((Message::Hello { rank, owner, secret }, _))) => {
-                    let at = self.ranks.iter().position(|known| *known == rank);
-                    let mine = match &self.introduction {
-                        Introduction::Shares { secret, .. } => Some(*secret),
-                        Introduction::Refuses(_) => None,
-                    };
-                    let Some(at) = at.filter(|_| mine == Some(secret) && rank > self.rank) else { continue };
-                    if self.loans.way(at) == ParcelWay::Undecided && link.say(&Message::Welcome).is_ok() {
-                        (self.links[at], self.owners[at]) = (Some(link), Some(owner));
-                        self.decide(at, ParcelWay::Slab, news);
-                    }
-                }
-                Ok(Some(_)) | Err(_) => {}
+        for _ in 0..STRANGERS {
+            let Some(listener) = &self.listener else { return };
+            match listener.accept() {
+                Ok(Some(link)) => self.meet(link, news),
+                Ok(None) => break,
+                // They may have the descriptors that are missing.
+                Err(_) if !self.strangers.is_empty() => self.strangers.clear(),
+                Err(e) => return self.takes_nobody(&e.to_string(), news),
             }
         }
+        std::mem::take(&mut self.strangers).into_iter().for_each(|link| self.meet(link, news));
         if !self.loans.is_undecided() {
             self.strangers.clear();
+        }
+    }
+
+    /// Hears the first word of a process that has connected. One that is no rank of this load is turned away.
+    fn meet(&mut self, mut link: SlabLink, news: &mut Vec<News>) {
+        match link.hear() {
+            Ok(None) => {
+                self.strangers.push(link);
+                let surplus = self.strangers.len().saturating_sub(STRANGERS);
+                self.strangers.drain(..surplus);
+            }
+            Ok(Some((Message::Hello { rank, owner, secret }, _))) => {
+                let at = self.ranks.iter().position(|known| *known == rank);
+                let mine = match &self.introduction {
+                    Introduction::Shares { secret, .. } => Some(*secret),
+                    Introduction::Refuses(_) => None,
+                };
+                let Some(at) = at.filter(|_| mine == Some(secret) && rank > self.rank) else { return };
+                if self.loans.way(at) == ParcelWay::Undecided && link.say(&Message::Welcome).is_ok() {
+                    (self.links[at], self.owners[at]) = (Some(link), Some(owner));
+                    self.decide(at, ParcelWay::Slab, news);
+                }
+            }
+            Ok(Some(_)) | Err(_) => {}
+        }
+    }
+
+    /// No connection can be accepted any more.
+    fn takes_nobody(&mut self, why: &str, news: &mut Vec<News>) {
+        self.listener = None;
+        for at in 0..self.ranks.len() {
+            if self.ranks[at] > self.rank && self.loans.way(at) == ParcelWay::Undecided {
+                self.gives_up(at, why.to_owned(), news);
+            }
         }
     }
 

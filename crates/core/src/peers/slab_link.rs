@@ -118,21 +118,26 @@ impl SlabListener {
     }
 
     /// A process of the same user that has connected, if there is one. Others are turned away.
-    pub(super) fn accept(&self) -> Option<SlabLink> {
+    ///
+    /// # Errors
+    /// The system refuses to accept connections: there are too many descriptors, for example.
+    pub(super) fn accept(&self) -> Result<Option<SlabLink>> {
         loop {
             let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
             // SAFETY: no address is asked for; the result is checked.
             let fd = unsafe { libc::accept4(self.fd(), std::ptr::null_mut(), std::ptr::null_mut(), flags) };
             if fd < 0 {
-                match io::Error::last_os_error().kind() {
+                let why = io::Error::last_os_error();
+                match why.kind() {
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
-                    _ => return None,
+                    _ if later(&why) => return Ok(None),
+                    _ => return Err(Error::io("accept a connection of another rank", &why)),
                 }
             }
             // SAFETY: the call gave a new descriptor that nobody else owns.
             let link = SlabLink::new(unsafe { OwnedFd::from_raw_fd(fd) });
             if link.is_of_this_user() {
-                return Some(link);
+                return Ok(Some(link));
             }
         }
     }
@@ -145,8 +150,8 @@ pub(super) struct SlabLink {
     out: VecDeque<(Vec<u8>, Option<Arc<Slab>>)>,
     /// Slabs that were lent on this link, in the order of their numbers: device and inode.
     lent: Vec<(u64, u64)>,
-    /// Slabs of the other rank by their numbers; `None`: it could not be mapped.
-    borrowed: Vec<Option<Arc<Slab>>>,
+    /// Slabs of the other rank by their numbers, or why it could not be mapped.
+    borrowed: Vec<Result<Arc<Slab>>>,
 }
 
 impl SlabLink {
@@ -257,13 +262,13 @@ impl SlabLink {
         fd: Option<OwnedFd>,
         map: impl FnOnce(OwnedFd) -> Result<Arc<Slab>>,
     ) -> Result<Arc<Slab>> {
-        let none = || Error::new(ErrorKind::Limit, "no descriptor came with a slab: this process has too many open");
         if self.borrowed.len() == number as usize {
-            let mapped = fd.ok_or_else(none).and_then(map);
-            self.borrowed.push(mapped.as_ref().ok().cloned());
-            return mapped;
+            let none =
+                || Error::new(ErrorKind::Limit, "no descriptor came with a slab: this process has too many open");
+            self.borrowed.push(fd.ok_or_else(none).and_then(map));
         }
-        self.borrowed.get(number as usize).cloned().flatten().ok_or_else(none)
+        let unknown = || Err(Error::new(ErrorKind::Peer, "a slab that was never lent"));
+        self.borrowed.get(number as usize).cloned().unwrap_or_else(unknown)
     }
 }
 
@@ -367,9 +372,9 @@ mod tests {
         let name: [u8; 16] = name.try_into().unwrap();
         let listener = SlabListener::new(&name).unwrap();
         assert!(SlabListener::new(&name).is_err(), "the name is taken");
-        assert!(listener.accept().is_none());
+        assert!(listener.accept().unwrap().is_none());
         let there = SlabLink::connect(&name).unwrap();
-        (listener.accept().unwrap(), there)
+        (listener.accept().unwrap().unwrap(), there)
     }
 
     fn heard(link: &mut SlabLink) -> (Message, Option<OwnedFd>) {
