@@ -498,7 +498,7 @@ said["left"] = [before, settled_left(before)]
 )
 
 #: How rank 1 fails, its own errors, and a part of what the others hear.
-FAILURES = {
+FAILURES: dict[str, tuple[set[str | None], str]] = {
     "interrupted": ({"KeyboardInterrupt"}, "cancelled"),
     "its caller raises": ({"ZeroDivisionError"}, "cancelled"),
     "truncated": ({"TruncatedError", "ChangedError"}, ".safetensors"),
@@ -519,8 +519,8 @@ def test_a_rank_that_fails_is_told_in_the_same_way_whether_slabs_are_shared_or_n
     for shared in (True, False):
         copies = tmp_path / f"{shared}"
         copies.mkdir()
-        own = shutil.copy(model, copies / "own.safetensors")
-        slow = shutil.copy(model, copies / "slow.safetensors")
+        own = Path(shutil.copy(model, copies / "own.safetensors"))
+        slow = Path(shutil.copy(model, copies / "slow.safetensors"))
         given = {"how": how, "truncated": str(own), "other": str(other), "shared": shared, "silence": 20.0}
         with slow_fs.mounted(copies) as fs:
             # Only one rank's reads stall
