@@ -113,9 +113,13 @@ impl<O> Loans<O> {
         parcels
     }
 
-    /// A borrower has returned a parcel. Gives its ticket if nobody else needs the slab.
-    pub(crate) fn returned(&mut self, at: usize, parcel: u32) -> Result<Option<Ticket>, Breach> {
+    /// A borrower has returned a parcel. Gives its ticket if nobody else needs the slab. `again`: the borrower takes later parcels
+    /// out of slabs too.
+    pub(crate) fn returned(&mut self, at: usize, parcel: u32, again: bool) -> Result<Option<Ticket>, Breach> {
         self.no_longer_holds(at, parcel, "returns")?;
+        if !again {
+            self.ways[at] = ParcelWay::Socket;
+        }
         Ok(self.leaves(parcel))
     }
 
@@ -214,9 +218,9 @@ mod tests {
         let mut loans = loans(&[ParcelWay::Slab, ParcelWay::Socket, ParcelWay::Slab]);
         let ways = loans.lend(PARCEL, TICKET, &[0, 1, 2]);
         assert_eq!(ways, [(0, ParcelWay::Slab), (1, ParcelWay::Socket), (2, ParcelWay::Slab)]);
-        assert_eq!(loans.returned(2, PARCEL), Ok(None));
+        assert_eq!(loans.returned(2, PARCEL, true), Ok(None));
         assert_eq!(loans.sent(PARCEL), None);
-        assert_eq!(loans.returned(0, PARCEL), Ok(Some(TICKET)));
+        assert_eq!(loans.returned(0, PARCEL, true), Ok(Some(TICKET)));
     }
 
     #[test]
@@ -228,7 +232,7 @@ mod tests {
             assert!(loans.decide(1, way).is_empty(), "it is for another");
             assert_eq!(loans.decide(0, way), [PARCEL]);
             assert!(loans.decide(0, way).is_empty(), "once");
-            assert_eq!(loans.returned(0, PARCEL).is_ok(), held);
+            assert_eq!(loans.returned(0, PARCEL, true).is_ok(), held);
         }
     }
 
@@ -237,7 +241,7 @@ mod tests {
         let mut loans = loans(&[ParcelWay::Slab]);
         loans.lend(PARCEL, TICKET, &[0]);
         assert_eq!(loans.refused(0, PARCEL), Ok(()));
-        assert!(loans.refused(0, PARCEL).is_err() && loans.returned(0, PARCEL).is_err());
+        assert!(loans.refused(0, PARCEL).is_err() && loans.returned(0, PARCEL, true).is_err());
         assert_eq!(loans.way(0), ParcelWay::Socket);
         assert_eq!(loans.sent(PARCEL), Some(TICKET));
         assert_eq!(loans.lend(PARCEL + 1, TICKET, &[0]), [(0, ParcelWay::Socket)]);
@@ -248,10 +252,21 @@ mod tests {
         let mut loans = loans(&[ParcelWay::Slab, ParcelWay::Slab]);
         loans.lend(PARCEL, TICKET, &[0]);
         for (at, parcel) in [(1, PARCEL), (0, PARCEL + 1)] {
-            assert!(loans.returned(at, parcel).unwrap_err().contains("does not have it"));
+            assert!(loans.returned(at, parcel, true).unwrap_err().contains("does not have it"));
         }
-        assert_eq!(loans.returned(0, PARCEL), Ok(Some(TICKET)));
-        assert!(loans.returned(0, PARCEL).is_err(), "twice");
+        assert_eq!(loans.returned(0, PARCEL, true), Ok(Some(TICKET)));
+        assert!(loans.returned(0, PARCEL, true).is_err(), "twice");
+    }
+
+    #[test]
+    fn a_borrower_that_takes_no_more_out_of_slabs_keeps_those_that_it_has() {
+        let mut loans = loans(&[ParcelWay::Slab]);
+        loans.lend(PARCEL, TICKET, &[0]);
+        loans.lend(PARCEL + 1, TICKET, &[0]);
+        assert_eq!(loans.returned(0, PARCEL, false), Ok(Some(TICKET)));
+        assert_eq!(loans.lend(PARCEL + 2, TICKET, &[0]), [(0, ParcelWay::Socket)]);
+        assert_eq!(loans.returned(0, PARCEL + 1, true), Ok(Some(TICKET)));
+        assert_eq!(loans.way(0), ParcelWay::Socket);
     }
 
     #[test]
@@ -260,7 +275,7 @@ mod tests {
         for (parcel, to) in [(0, 0), (1, 1), (2, 2), (3, 0)] {
             loans.lend(parcel, Ticket(parcel.into()), &[to]);
         }
-        assert_eq!(loans.returned(0, 3), Ok(Some(Ticket(3))));
+        assert_eq!(loans.returned(0, 3, true), Ok(Some(Ticket(3))));
         let held: Vec<(u64, bool)> = loans.give_up().iter().map(|one| (one.ticket.0, one.held)).collect();
         assert_eq!(held, [(0, true), (1, false), (2, false)]);
         assert!(loans.decide(2, ParcelWay::Slab).is_empty());

@@ -384,10 +384,7 @@ impl Neighbours {
                 Ok(())
             }
             Message::Offer { parcel, slab, begins, len } => self.is_offered(at, (parcel, slab, begins, len), fd, news),
-            Message::Returned { parcel, again } => self.loans.returned(at, parcel).map(|free| {
-                if !again {
-                    self.loans.decide(at, ParcelWay::Socket);
-                }
+            Message::Returned { parcel, again } => self.loans.returned(at, parcel, again).map(|free| {
                 news.push(News::Taken { by: at, parcel });
                 self.is_free(parcel, free, news);
             }),

@@ -287,6 +287,9 @@ impl<'a> Case<'a> {
                         let dense = dense..dense + piece.len;
                         found[piece.want as usize].push((dense.start, dense.end));
                         let from = e.offset + piece.from + row * piece.from_stride;
+                        if from + piece.len > e.offset + e.len {
+                            return Err(format!("rank {rank} takes bytes beyond an extent"));
+                        }
                         for (at, part) in layout.runs[piece.want as usize].rows(dense.clone()) {
                             let len = part.end - part.start;
                             if let (Some(InCommon::Received { .. }), false) = (e.shared, lent) {

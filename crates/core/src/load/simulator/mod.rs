@@ -105,8 +105,11 @@ impl Scenario {
             delay: rng.between(1e3, 1e9) as Time,
             unreachable: rng.one_in(4).then(|| 1 + rng.below(4)),
             unmapped: rng.one_in(4).then(|| (rng.below(u64::from(ranks)) as u32, 1 + rng.below(8))),
+            unregistered: rng.one_in(4).then(|| rng.below(u64::from(ranks)) as u32),
         };
-        let kernel = if rng.one_in(2) { KERNEL } else { 1 + rng.below(KERNEL) };
+        // A rank whose slabs all hold reads that hang takes nothing. With short buffers another rank may stall before it.
+        let hangs = matches!(incident, Some(Incident::StorageHangs(_)));
+        let kernel = if rng.one_in(3) || hangs { KERNEL } else { 1 + rng.below(1 << 20) };
         let setting = Setting { links, kernel, uneven: rng.one_in(3), ..setting };
         let nodes = Nodes { ranks, nodes, sharing };
         Scenario { nodes, wanted, gpu, late_slabs, setting, incident: incident.map(|i| (at, i)), late }

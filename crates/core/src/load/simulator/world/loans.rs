@@ -13,7 +13,8 @@ pub(super) enum LinkWord {
     Hello,
     Welcome,
     Offer(u32, SlabName),
-    Returned(u32),
+    /// The parcel, and whether it takes later ones out of slabs too.
+    Returned(u32, bool),
     Refused(u32),
 }
 
@@ -159,9 +160,12 @@ impl World<'_> {
             }
             LinkWord::Hello | LinkWord::Welcome => Err("it greets twice".to_owned()),
             LinkWord::Offer(parcel, slab) => self.is_offered(rank, from, (parcel, slab)),
-            LinkWord::Returned(parcel) => {
+            LinkWord::Returned(parcel, again) => {
                 r.unreturned.remove(&(parcel, from));
-                r.loans.returned(from as usize, parcel).map(|free| self.is_free(rank, free))
+                if !again {
+                    r.refused_by.insert(from);
+                }
+                r.loans.returned(from as usize, parcel, again).map(|free| self.is_free(rank, free))
             }
             LinkWord::Refused(parcel) => {
                 r.unreturned.remove(&(parcel, from));
@@ -224,7 +228,8 @@ impl World<'_> {
         for parcel in returned {
             let lender = self.ranks[rank as usize].loans.returns(parcel);
             if let (Some(lender), Phase::Loads | Phase::Waits) = (lender, self.ranks[rank as usize].phase) {
-                self.link(rank, lender as u32, LinkWord::Returned(parcel));
+                let again = self.links.unregistered != Some(rank) || self.rng.one_in(2);
+                self.link(rank, lender as u32, LinkWord::Returned(parcel, again));
             }
         }
     }

@@ -289,7 +289,7 @@ pub(super) struct Setting {
 impl Setting {
     /// These machines, few slabs and no mistake.
     pub(super) fn of(machines: Machines) -> Setting {
-        let links = LinkTraits { delay: 1, unreachable: None, unmapped: None };
+        let links = LinkTraits { delay: 1, unreachable: None, unmapped: None, unregistered: None };
         Setting {
             machines,
             links,
@@ -313,6 +313,8 @@ pub(super) struct LinkTraits {
     pub(super) unreachable: Option<u64>,
     /// A rank that cannot map one slab in so many.
     pub(super) unmapped: Option<(u32, u64)>,
+    /// A rank whose device cannot register one slab in two.
+    pub(super) unregistered: Option<u32>,
 }
 
 impl<'a> World<'a> {
@@ -334,7 +336,8 @@ impl<'a> World<'a> {
                 slabs = 2 + rng.below(slabs as u64 - 1) as usize;
                 depth = 1 + rng.below(depth as u64) as usize;
                 device /= rng.between(1.0, 4.0);
-                granted = rng.between(1e4, 1e9) as Time;
+                // What has come of a rank that is lost counts as its life when it is taken.
+                granted = rng.between(1e4, 2e8) as Time;
             }
             devices.push(Pipe::new(device));
             let sent = received.most_sent(slabs as u64);
