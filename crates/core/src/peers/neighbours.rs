@@ -29,7 +29,7 @@ pub(super) struct Offered {
     pub(super) begins: u64,
 }
 
-/// What a rank says of itself to all others.
+/// The word of a rank about itself, to all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Introduction {
     /// Its machine, the name of its process, and where it waits. The secret shows that a rank of this load has connected.
@@ -134,7 +134,7 @@ impl Neighbours {
         neighbours
     }
 
-    /// What this rank says of itself.
+    /// The word of this rank about itself.
     pub(super) fn introduction(&self) -> &Introduction {
         &self.introduction
     }
