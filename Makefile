@@ -55,7 +55,7 @@ help:
 	@echo "make test-transformers-4  what was saved, loaded by transformers 4.52 (installs it into .transformers-4)"
 	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node); six pods of four ranks start together against a busy one"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
-	@echo "make ranks   ranks that load together: killed and stopped at 50 points, starved, beside a thousand rounds of collectives (ten minutes)"
+	@echo "make ranks   ranks that load together: killed and stopped at 150 points, starved, beside a thousand rounds of collectives (twenty minutes)"
 	@echo "make nodes   ranks in two network namespaces, behind firewalls (as root); make ray: actors of two Ray nodes (installs Ray)"
 	@echo "make screens  docs/cli.md anew: what the command line prints"
 	@echo "make bench   penstock beside its peers and the ceilings of this machine (about two hours; make bench-quick: five minutes)"

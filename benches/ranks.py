@@ -16,6 +16,9 @@ columns of `o_proj` and `down_proj`). For each rate of the disk, held for all ra
 | `auto, bypass` | the same past the page cache |
 | `warm: ...` | with their defaults, and all files in the page cache |
 
+With --into the tensors exist before the load, as parameters of an engine do. Otherwise making their memory is a part of
+the load, and costs about as much as a copy.
+
 The page cache holds nothing of the files before each load, or all of them where it is warm. The time goes from the
 signal to all ranks to the end of the last one. *disk* is what the disk gave to all ranks (`/proc/PID/io`), *by least*
 the time by what it takes at that rate to read each byte once. After every load each rank makes a checksum of every
@@ -48,6 +51,8 @@ from penstock.bench.page_cache import evict, fill
 from penstock.cli import main as penstock_command
 
 RANKS = 4
+#: The tensors exist before the load.
+INTO = False
 WAYS: dict[str, dict[str, Any]] = {
     "alone": {"options": {"copy": True}},
     "alone, keep": {"options": {"copy": True, "cache": "keep"}},
@@ -106,12 +111,21 @@ def rank_of(
     if how.get("together"):
         arguments["group"] = (dist.TCPStore("127.0.0.1", port, RANKS, rank == 0), rank, RANKS)
     penstock.open(folder).load(names=[checkpoint.keys()[-1]])  # starts what a first load starts
+    state = {}
+    if INTO:
+        part = arguments["slices"] or (lambda info: None)
+        for name in checkpoint:
+            shape = torch.empty(checkpoint[name].shape, device="meta")[part(checkpoint[name]) or ...].shape
+            state[name] = torch.ones(shape, dtype=torch.bfloat16)
     os.write(told, b"r")
     os.read(begin, 1)
     before, cpu = read_bytes(), time.process_time()
-    state = checkpoint.load(**arguments)
+    if INTO:
+        report = checkpoint.load_into(state, **arguments)
+    else:
+        state = checkpoint.load(**arguments)
+        report = checkpoint.last_report
     end = time.time()
-    report = checkpoint.last_report
     found: dict[str, Any] = {"end": end, "disk": read_bytes() - before, "cpu": time.process_time() - cpu}
     found["exchange"] = report and report.exchange
     found["cache"] = f"{report.cache}: {report.cache_reason}"
@@ -187,6 +201,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--into", action="store_true", help="into tensors that exist before the load")
     parser.add_argument("--size", default="1.6GB", help="of the checkpoint; a layer takes 436 MB (1.6GB)")
     parser.add_argument("--scale", type=float, default=1, help="of the longest dimension of each tensor, for less (1)")
     parser.add_argument("--rate", type=float, action="append", help="bytes per second of the disk; 0: as it is")
@@ -194,8 +209,8 @@ def main() -> None:
     parser.add_argument("--way", action="append", choices=list(WAYS), help="of these ways (all)")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    global RANKS
-    RANKS = given.ranks
+    global RANKS, INTO
+    RANKS, INTO = given.ranks, given.into
     folder = given.folder / "llama"
     if not folder.exists():
         made = ["synth", "llama-3-8b", str(folder), "--nbytes", given.size, "--scale", str(given.scale)]
@@ -251,6 +266,7 @@ def main() -> None:
             "machine": machine([given.folder], None),
             "nbytes": nbytes,
             "ranks": RANKS,
+            "into": INTO,
             "command": sys.argv[1:],
             "rows": rows,
         }

@@ -1,4 +1,4 @@
-"""Ranks of one machine that are killed, stopped or fail while their slabs are lent: what the others hear, and whose bytes.
+"""Ranks of one machine that are killed, stopped or fail while slabs are lent: what others hear, and whose bytes.
 
 A lender whose load has failed does not wait for its borrowers. So what counts is that a borrower never reads what the
 lender loads later: all later loads are of files whose bytes the first one does not have, into slabs that the first one
@@ -20,12 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import fakegpu
 import numpy as np
 import ordeal
 import pytest
 import safetensors.numpy
+import slow_fs
 from ranks_together import Ranks, state, until, until_stopped
 
 WHOLE = os.environ.get("PENSTOCK_TEST_RANKS") == "1"
@@ -81,13 +82,15 @@ options = {"staging": 16 << 20, "extent": 1 << 20, "threads": 2, "shared_slabs":
 checkpoints = {which: penstock.open(which) for which in (path, other)}
 expected = {which: safetensors.torch.load_file(which) for which in (path, other)}
 
+old = 0  # what is in destinations before
+
 def fresh():
     # Written to: a page that was never written to has no protection to lift
     return {name: torch.empty_like(tensor).fill_(0) for name, tensor in expected[path].items()}
 
 def wrong(into, of):
     "Tensors with a byte that is neither the one from before nor that of the file."
-    return [name for name, found in into.items() if not ((found == 0) | (found == expected[of][name])).all()]
+    return [name for name, found in into.items() if not ((found == old) | (found == expected[of][name])).all()]
 
 def load(name, ranks, of=path, into=None, **more):
     "How a load of these ranks ends."
@@ -313,4 +316,235 @@ def test_a_rank_that_is_killed_or_stopped_while_slabs_are_lent_is_named_and_nobo
             assert "peer" in late["fault"] and late["fault"]["wrong"] == [], late["fault"]
             assert late["alone"].get("same") == TENSORS, late["alone"]
             assert late["left"][0] == late["left"][1] and late["left"][1][1:] == [0, 0], late["left"]
-        assert not [name for name in os.listdir("/dev/shm") if "penstock" in name]
+        assert not list(Path("/dev/shm").glob("*penstock*"))
+
+
+#: A rank's copy out of another rank's slab ends only when the others have loaded again, several times.
+SLOW = (
+    LOADS
+    + """
+if library:
+    sys.path.insert(0, tests)
+    os.environ["PENSTOCK_GPU_LIBRARY"] = f"cuda:{library}"
+    import fakegpu
+    from penstock import _accelerator, _core
+    fake = fakegpu.FakeGpu()
+    gpu = fakegpu.FakeTorch(fake)
+    _accelerator._torch = lambda: gpu
+    _accelerator.device_of = gpu.device_of
+    _accelerator.Accelerator.dlpack_device = 1, 0
+    old = 0x55  # written there by what ran on the device before
+
+    def fresh():
+        return {name: gpu.destination(tensor) for name, tensor in expected[path].items()}
+
+    def seen(into):
+        fake.control("drain")
+        for tensor in into.values():
+            fake.control("host_access", tensor.data_ptr(), tensor.nbytes, 0)
+
+    def wrong(into, of, wrong=wrong):
+        seen(into)
+        return wrong(into, of)
+
+    def checked(checkpoint):
+        load_into = checkpoint.load_into
+        def then_seen(into, **more):
+            report = load_into(into, **more)
+            seen(into)
+            return report
+        checkpoint.load_into = then_seen
+
+borrower, lenders = 1, [one for one in everyone if one not in (1, victim)]
+write(folder, f"pid.{rank}", str(os.getpid()))
+
+def strike():
+    # No load can end meanwhile: this one lacks that tensor
+    time.sleep(0.3)
+    write(folder, "fired", str(time.time()))
+    os.kill(int(wait_for(f"{folder}/pid.{victim}")), fault)
+    wait_for(f"{folder}/reloaded.go")
+
+def strike_when_it_hangs(copies):
+    while fake.counter("copies") < copies:
+        time.sleep(0.001)
+    strike()
+    fake.control("release_hang")
+
+if library:
+    for checkpoint in checkpoints.values():
+        checked(checkpoint)
+said["first"] = load("first", everyone)
+into, another = fresh(), None
+if rank == borrower and library:
+    fake.configure(hang_copy=6)
+    threading.Thread(target=strike_when_it_hangs, args=[fake.counter("copies") + 6]).start()
+elif rank == borrower:
+    faults = hold_write(into["00"], strike)  # rank 0 reads it
+elif not library:
+    another = Another()
+hold("armed")
+said["fault"] = load("fault", everyone, into=into)
+if rank in lenders:
+    said["again"] = [load(f"again{n}", lenders, [other, other, path][n % 3]) for n in range(4)]
+    hold("reloaded")
+elif rank == borrower:
+    wait_for(f"{folder}/reloaded.go")
+if rank == borrower or rank in lenders:
+    said["all"] = load("all", sorted({borrower, *lenders}))
+if another is not None:
+    another.end()
+if library:
+    del into, another
+    gc.collect()
+    gpu.close()
+    _core.release_staging()
+    said["misuses"], said["leaks"] = fake.misuses, fake.leaks
+said["left"] = left()[1:]
+"""
+)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("what", ["another rank is killed", "it is stopped", "it is interrupted"])
+def test_a_copy_that_outlasts_its_load_gets_its_bytes_though_the_lender_loads_again(
+    together: Callable[..., Ranks], model: Path, other: Path, what: str, device: str
+) -> None:
+    why = NO_FAULTS if device == "cpu" else None if fakegpu.LIBRARY else fakegpu.NO_LIBRARY
+    if why is not None:
+        pytest.skip(why)
+    kinds = {"another rank is killed": (3, signal.SIGKILL), "it is stopped": (1, signal.SIGSTOP)}
+    victim, fault = kinds.get(what, (1, signal.SIGINT))
+    given = {"victim": victim, "fault": int(fault), "shared": True, "silence": SILENCE, "other": str(other)}
+    given |= {"library": fakegpu.LIBRARY if device == "gpu" else None, "tests": str(Path(__file__).parent)}
+    lenders = [rank for rank in range(SIZE) if rank not in (1, victim)]
+    with together(SLOW, SIZE, model, **given) as ranks:
+        ranks.held("armed")
+        ranks.release("armed")
+        ranks.held("reloaded", lenders)
+        assert not (ranks.folder / "said.1").exists()
+        fired = float((ranks.folder / "fired").read_text())
+        ranks.release("reloaded")
+        if fault == signal.SIGSTOP:
+            assert state(ranks.pids[1]) == "T"
+            os.kill(ranks.pids[1], signal.SIGCONT)
+        said = {rank: ranks.said(rank) for rank in sorted([1, *lenders])}
+    limit = (SILENCE if fault == signal.SIGSTOP else 0.0) + 1.0 * ordeal.load_factor()
+    for rank in lenders:
+        told = said[rank]["fault"]
+        assert (told.get("peer"), told["wrong"]) == (victim, []), (rank, told)
+        assert told["when"] - fired < limit, (rank, told, fired)
+        assert [load.get("same") for load in said[rank]["again"]] == [TENSORS] * 4, (rank, said[rank]["again"])
+        assert all(load["lent"] > 0 for load in said[rank]["again"]), (rank, said[rank]["again"])
+    own = said[1]["fault"]
+    assert own["error"] == ("KeyboardInterrupt" if fault == signal.SIGINT else "PeerError"), own
+    assert own["wrong"] == [], own
+    for rank, one in said.items():
+        assert one["first"]["same"] == one["all"].get("same") == TENSORS, (rank, one["first"], one["all"])
+        assert one["left"] == [0, 0], (rank, one["left"])
+        assert one.get("misuses", []) == one.get("leaks", []) == [], (rank, one)
+
+
+#: Rank 1 fails in the middle of a load, in each of these ways.
+FAILS = (
+    LOADS
+    + """
+size = 3
+everyone = [0, 1, 2]
+options["join_timeout"] = 60
+said["first"] = load("first", everyone)
+before = left()
+# The same content, of a file that is slow, or stalls
+of = own if rank == 1 else slow
+checkpoints[of], expected[of] = penstock.open(of), expected[path]
+options.update(cache="bypass", depth=1, threads=1)
+fired = False
+
+def progress(done, total):
+    global fired
+    if fired or rank != 1 or done < total // 3:
+        return
+    fired = True
+    if how == "interrupted":
+        os.kill(os.getpid(), signal.SIGINT)
+    elif how == "its caller raises":
+        1 / 0
+    elif how == "truncated":
+        os.truncate(truncated, 1 << 20)
+
+more = {"options": {"stall_timeout": 1.0} if how == "stalled" and rank == 1 else {}}
+hold("armed")
+if how == "closed early":
+    outcome = {}
+    try:
+        group = dist.PrefixStore("fault", store), rank, size
+        stream = checkpoints[of].stream(group=group, options={**options, "window": 6 << 20})
+        for number, (name, tensor) in enumerate(stream, 1):
+            assert torch.equal(tensor, expected[path][name])
+            if rank == 1 and number == 8:
+                break
+        stream.close()
+    except penstock.PeerError as error:
+        outcome = {"error": type(error).__name__, "text": str(error), "why": error.why, "peer": error.rank}
+    said["fault"] = {"wrong": [], **outcome}
+else:
+    said["fault"] = load("fault", everyone, of, progress=progress, **more)
+del checkpoints[of]
+hold("told")
+said["again"] = [load(f"again{n}", everyone, [other, path][n]) for n in range(2)]
+said["left"] = [before, settled_left(before)]
+"""
+)
+
+#: How rank 1 fails, its own errors, and a part of what the others hear.
+FAILURES: dict[str, tuple[set[str | None], str]] = {
+    "interrupted": ({"KeyboardInterrupt"}, "cancelled"),
+    "its caller raises": ({"ZeroDivisionError"}, "cancelled"),
+    "truncated": ({"TruncatedError", "ChangedError"}, ".safetensors"),
+    "stalled": ({"StalledError"}, ".safetensors"),
+    "closed early": ({None}, ""),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_rank_that_fails_is_told_in_the_same_way_whether_slabs_are_shared_or_not(
+    together: Callable[..., Ranks], model: Path, other: Path, tmp_path: Path, how: str
+) -> None:
+    why = slow_fs.why_not()
+    if why is not None:
+        pytest.skip(why)
+    heard = []
+    for shared in (True, False):
+        copies = tmp_path / f"{shared}"
+        copies.mkdir()
+        own = Path(shutil.copy(model, copies / "own.safetensors"))
+        slow = Path(shutil.copy(model, copies / "slow.safetensors"))
+        given = {"how": how, "truncated": str(own), "other": str(other), "shared": shared, "silence": 20.0}
+        with slow_fs.mounted(copies) as fs:
+            # Only one rank's reads stall
+            given |= {"own": str(fs.path / own.name), "slow": str(slow if how == "stalled" else fs.path / slow.name)}
+            fs.tell(latency=0.03)
+            with together(FAILS, 3, model, **given) as ranks:
+                ranks.held("armed")
+                if how == "stalled":
+                    fs.tell(forget=True, hang=["read"], after=3)
+                ranks.release("armed")
+                ranks.held("told")
+                fs.tell(hang=[])
+                ranks.release("told")
+                said = ranks.all()
+        own_errors, part = FAILURES[how]
+        assert said[1]["fault"].get("error") in own_errors, said[1]["fault"]
+        for rank in (0, 2):
+            told = said[rank]["fault"]
+            assert (told.get("error"), told.get("peer")) == ("PeerError", 1), (rank, told)
+            assert part in told["why"] and told["why"] in told["text"], (rank, told)
+        for rank, one in enumerate(said):
+            assert one["fault"]["wrong"] == [], (rank, one["fault"])
+            assert (one["first"]["lent"] > 0) == shared, (rank, one["first"])
+            assert [load.get("same") for load in one["again"]] == [TENSORS] * 2, (rank, one["again"])
+            assert one["left"][0] == one["left"][1] and one["left"][1][1:] == [0, 0], (rank, one["left"])
+        heard.append([said[rank]["fault"]["error"] for rank in (0, 2)])
+    assert heard[0] == heard[1]

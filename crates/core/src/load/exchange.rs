@@ -2,7 +2,7 @@
 
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
-use crate::extent::{InCommon, Lane, Ticket};
+use crate::extent::{Extent, InCommon, Lane, Ticket};
 use crate::format::Checkpoint;
 use crate::peers::{Mesh, Peers, RowsToSend};
 use crate::plan::request::Request;
@@ -26,13 +26,35 @@ pub(super) struct RankExchange {
 }
 
 /// Parcels from other ranks.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Received {
     pub(super) parcels: usize,
     /// At least one parcel needs a slab.
     pub(super) in_slabs: bool,
     /// At least one parcel comes in another rank's slab, and needs one of this rank if it cannot.
     pub(super) lent: bool,
+}
+
+impl Received {
+    /// The most slabs that parcels for others may hold, of so many that a load to a GPU registers: received bytes need some. If
+    /// all come in slabs of others, a quarter is left for those that cannot.
+    pub(super) fn most_sent(&self, slabs: u64) -> Option<usize> {
+        let most = match (self.in_slabs, self.lent) {
+            (true, _) => slabs / 2,
+            (false, true) => slabs - (slabs / 4).max(1),
+            (false, false) => return None,
+        };
+        Some(most.max(1) as usize)
+    }
+
+    /// Counts this extent, if it comes from another rank.
+    pub(super) fn count(&mut self, e: &Extent) {
+        if e.is_received() {
+            self.parcels += 1;
+            self.in_slabs |= e.takes_slab();
+            self.lent |= e.lane.lends_slab;
+        }
+    }
 }
 
 impl RankExchange {
@@ -71,14 +93,12 @@ impl RankExchange {
 
     /// The source of what comes from other ranks.
     pub(super) fn source(&self, schedule: &Schedule) -> (LaneSource, Received) {
-        let mut found = Received { parcels: 0, in_slabs: false, lent: false };
+        let mut found = Received::default();
+        schedule.extents.iter().for_each(|e| found.count(e));
         let mut parcels = vec![None; schedule.extents.len()];
         for (ticket, e) in schedule.extents.iter().enumerate() {
             if let Some(InCommon::Received { parcel, .. }) = e.shared {
                 parcels[ticket] = Some(parcel);
-                found.parcels += 1;
-                found.in_slabs |= e.takes_slab();
-                found.lent |= e.lane.lends_slab;
             }
         }
         (LaneSource { lanes: vec![Lane::RANK, Lane::NEIGHBOUR], source: self.peers.source(parcels.into()) }, found)

@@ -265,14 +265,7 @@ fn source(
 fn bounds(routing: &Routing, options: &Options, stream: bool, received: Option<Received>, slabs: u64) -> Bounds {
     // Mapped bytes take no memory that a window could limit, and nothing takes them before the load has ended.
     let window = (stream && !routing.here).then_some(options.window);
-    // Parcels for others hold at most half of the slabs that a load to a GPU registers, so received bytes find one. If all
-    // come in slabs of others, a quarter is left for those that cannot.
-    let most = |received: Received| match (received.in_slabs, received.lent) {
-        (true, _) => Some(slabs / 2),
-        (false, true) => Some(slabs - (slabs / 4).max(1)),
-        (false, false) => None,
-    };
-    let sent = received.and_then(most).map(|most| most.max(1) as usize);
+    let sent = received.and_then(|received| received.most_sent(slabs));
     let requests = routing.requests.saturating_add(received.map_or(0, |received| received.parcels));
     Bounds { depth: routing.depth, requests, window, sent, stall: nanos(options.stall_timeout) }
 }

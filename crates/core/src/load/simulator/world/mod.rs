@@ -7,7 +7,7 @@ use crate::engine::mutated::{Engine, Mutant};
 use crate::engine::{Action, Bounds, Event, Slabs};
 use crate::error::{Error, ErrorKind};
 use crate::extent::{InCommon, Landing, Ticket};
-use crate::load::exchange::rows;
+use crate::load::exchange::{rows, Received};
 use crate::peers::loans::mutated::{BadLoan, Loans};
 use crate::peers::watch::mutated::{Lapse, PeerWatch};
 use crate::peers::watch::Heard;
@@ -327,9 +327,8 @@ impl<'a> World<'a> {
         let (mut ranks, mut devices) = (Vec::new(), Vec::new());
         let mut rng = Rng(seed);
         for (rank, schedule) in (0..count as u32).zip(&case.schedules) {
-            let received = schedule.extents.iter().filter(|e| matches!(e.shared, Some(InCommon::Received { .. })));
-            let received: Vec<_> = received.collect();
-            let in_slabs = received.iter().any(|e| e.landing == Landing::Slab);
+            let mut received = Received::default();
+            schedule.extents.iter().for_each(|e| received.count(e));
             let (mut slabs, mut depth, mut device, mut granted) = (setting.slabs, setting.depth, machines.device, 0);
             if uneven {
                 slabs = 2 + rng.below(slabs as u64 - 1) as usize;
@@ -338,9 +337,8 @@ impl<'a> World<'a> {
                 granted = rng.between(1e4, 1e9) as Time;
             }
             devices.push(Pipe::new(device));
-            // As `load/start.rs` has it.
-            let sent = in_slabs.then_some((slabs / 2).max(1));
-            let bounds = Bounds { depth, requests: depth + received.len(), window: None, sent, stall: STALL };
+            let sent = received.most_sent(slabs as u64);
+            let bounds = Bounds { depth, requests: depth + received.parcels, window: None, sent, stall: STALL };
             let layout = case.layout(rank).clone();
             ranks.push(Rank {
                 engine: Engine::new(schedule.clone(), layout, bounds),
