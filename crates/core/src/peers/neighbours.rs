@@ -8,7 +8,7 @@
 use super::key::nonce;
 use super::loans::{Breach, GivenUp, Loans, ParcelWay};
 use super::shared::Outbound;
-use super::slab_link::{Message, SlabLink, SlabListener};
+use super::slab_link::{SlabLink, SlabListener, SlabMessage};
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::staging::{Ring, Slab};
@@ -169,7 +169,7 @@ impl Neighbours {
             return; // It connects.
         }
         self.owners[at] = Some(owner);
-        let hello = Message::Hello { rank: self.rank, owner: mine, secret };
+        let hello = SlabMessage::Hello { rank: self.rank, owner: mine, secret };
         let greeted = SlabLink::connect(&place).map_err(|e| e.to_string()).and_then(|mut link| {
             link.say(&hello).map_err(|e| e.to_string())?;
             Ok(link)
@@ -200,7 +200,7 @@ impl Neighbours {
             if let Some(owner) = self.owners[at] {
                 owners().insert(owner, link.process());
             }
-            if let Err(e) = link.say(&Message::Keeps(Ring::process().registered_inodes())) {
+            if let Err(e) = link.say(&SlabMessage::Keeps(Ring::process().registered_inodes())) {
                 return self.gives_up(at, e.to_string(), news);
             }
         }
@@ -268,7 +268,7 @@ impl Neighbours {
     pub(super) fn returns(&mut self, parcel: u32, again: bool, news: &mut Vec<News>) {
         let Some(at) = self.loans.returns(parcel) else { return };
         let Some(link) = &mut self.links[at] else { return };
-        if let Err(e) = link.say(&Message::Returned { parcel, again }) {
+        if let Err(e) = link.say(&SlabMessage::Returned { parcel, again }) {
             self.breaks(at, e.to_string(), news);
         }
     }
@@ -346,14 +346,14 @@ impl Neighbours {
                 let surplus = self.strangers.len().saturating_sub(STRANGERS);
                 self.strangers.drain(..surplus);
             }
-            Ok(Some((Message::Hello { rank, owner, secret }, _))) => {
+            Ok(Some((SlabMessage::Hello { rank, owner, secret }, _))) => {
                 let at = self.ranks.iter().position(|known| *known == rank);
                 let mine = match &self.introduction {
                     Introduction::Shares { secret, .. } => Some(*secret),
                     Introduction::Refuses(_) => None,
                 };
                 let Some(at) = at.filter(|_| mine == Some(secret) && rank > self.rank) else { return };
-                if self.loans.way(at) == ParcelWay::Undecided && link.say(&Message::Welcome).is_ok() {
+                if self.loans.way(at) == ParcelWay::Undecided && link.say(&SlabMessage::Welcome).is_ok() {
                     (self.links[at], self.owners[at]) = (Some(link), Some(owner));
                     self.decide(at, ParcelWay::Slab, news);
                 }
@@ -372,30 +372,32 @@ impl Neighbours {
         }
     }
 
-    fn hears(&mut self, at: usize, message: Message, fd: Option<OwnedFd>, news: &mut Vec<News>) {
+    fn hears(&mut self, at: usize, message: SlabMessage, fd: Option<OwnedFd>, news: &mut Vec<News>) {
         let outcome = match message {
-            Message::Welcome if self.loans.way(at) == ParcelWay::Undecided => {
+            SlabMessage::Welcome if self.loans.way(at) == ParcelWay::Undecided => {
                 self.decide(at, ParcelWay::Slab, news);
                 Ok(())
             }
-            Message::Keeps(inodes) => {
+            SlabMessage::Keeps(inodes) => {
                 let owner = self.owners[at].iter();
                 owner.for_each(|owner| Ring::process().disown(*owner, &|(_, inode)| inodes.contains(&inode)));
                 Ok(())
             }
-            Message::Offer { parcel, slab, begins, len } => self.is_offered(at, (parcel, slab, begins, len), fd, news),
-            Message::Returned { parcel, again } => self.loans.returned(at, parcel).map(|free| {
+            SlabMessage::Offer { parcel, slab, begins, len } => {
+                self.is_offered(at, (parcel, slab, begins, len), fd, news)
+            }
+            SlabMessage::Returned { parcel, again } => self.loans.returned(at, parcel).map(|free| {
                 if !again {
                     self.loans.decide(at, ParcelWay::Socket);
                 }
                 news.push(News::Taken { by: at, parcel });
                 self.is_free(parcel, free, news);
             }),
-            Message::Refused { parcel, why } => self.loans.refused(at, parcel).map(|()| {
+            SlabMessage::Refused { parcel, why } => self.loans.refused(at, parcel).map(|()| {
                 self.fall_back(format!("rank {} refuses them: {why}", self.ranks[at]));
                 news.push(News::Send { to: at, parcel });
             }),
-            Message::Hello { .. } | Message::Welcome => Err("it greets twice".to_owned()),
+            SlabMessage::Hello { .. } | SlabMessage::Welcome => Err("it greets twice".to_owned()),
         };
         if let Err(breach) = outcome {
             news.push(News::Breach { from: at, breach });
@@ -419,7 +421,7 @@ impl Neighbours {
             }
             Err(refusal) => {
                 let why = refusal.to_string();
-                let said = link.say(&Message::Refused { parcel, why: why.clone() });
+                let said = link.say(&SlabMessage::Refused { parcel, why: why.clone() });
                 self.fall_back(why);
                 if let Err(e) = said {
                     self.breaks(at, e.to_string(), news);
