@@ -1,7 +1,7 @@
 //! How much staging memory a load takes where memory is short, as in a pod. The kernel promises any amount, and kills a process
 //! that uses what its control group does not have.
 
-use crate::extent::Extent;
+use crate::extent::{Extent, Landing};
 use crate::fallback::Fallback;
 use crate::machine;
 use crate::memory::is_resident;
@@ -52,7 +52,7 @@ pub(super) fn limit(
 
 /// The most memory that reads into slabs can fill. Memory comes in huge pages, however short a read is.
 pub(super) fn wanted(extents: &[Extent]) -> u64 {
-    let in_slabs = extents.iter().filter(|e| e.takes_slab());
+    let in_slabs = extents.iter().filter(|e| e.landing == Landing::Slab);
     in_slabs.map(|e| e.len.next_multiple_of(HUGE_PAGE)).sum()
 }
 

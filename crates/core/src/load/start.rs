@@ -196,7 +196,8 @@ fn assemble(
         trial = ExchangeTrial::begin(&exchange.shares, &schedule, plan.unwanted, &mut engine);
     }
     let lends = exchange.as_ref().is_some_and(|exchange| exchange.lends(&schedule));
-    let ring = ring(device.as_mut(), &schedule, plan.slab, staging, lends)?;
+    let (ring, private) = ring(device.as_mut(), &schedule, plan.slab, staging, lends)?;
+    plan.report.fallbacks.extend(private);
     let shared = Arc::new(Shared::new(&layout, blocks.clone())?);
     let (may_hang, stall, extents) = (files.may_hang(), options.stall_timeout, schedule.extents.len());
     let chosen = (routing.cold == Cold::Try).then_some(asked.chosen);
@@ -277,17 +278,17 @@ fn ring(
     slab: u64,
     staging: u64,
     lends: bool,
-) -> Result<Share> {
+) -> Result<(Share, Option<Fallback>)> {
     let mut ring = Ring::process().join(slab, staging)?;
-    if lends {
-        ring.share_slabs()?;
-    }
+    // They stay private then, and other ranks get their parcels through sockets.
+    let refused = if lends { ring.share_slabs().err() } else { None };
+    let private = refused.map(|e| Fallback { from: "shared slabs", to: "sockets", reason: e.to_string() });
     if let Some(device) = device {
         // A parcel holds its slab until other ranks have taken it.
         let bytes = |e: &Extent| if e.shared.is_some() { slab } else { e.len };
-        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.takes_slab()).map(bytes).sum());
+        device.stage(&mut ring, schedule.extents.iter().filter(|e| e.landing == Landing::Slab).map(bytes).sum());
     }
-    Ok(ring)
+    Ok((ring, private))
 }
 
 /// Plans the load: on the caller's thread if all files are known to be on local disks, otherwise as a detached call.

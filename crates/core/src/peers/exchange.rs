@@ -48,6 +48,8 @@ const TEXT: usize = 4096;
 const PREPARED: usize = 4;
 /// A connection gives way to the others after so many calls.
 const CALLS: usize = 16;
+/// How soon a message is tried again for which the kernel has no room, and of which it does not say when it has.
+const SHORTLY: Duration = Duration::from_millis(5);
 /// How often a read that goes on, or whose rank is alive, is reported.
 const REPORTED: Duration = Duration::from_secs(1);
 
@@ -290,6 +292,9 @@ impl Serving {
             self.set_failure(e);
             self.tell();
         }
+        if self.failure.is_some() {
+            self.neighbours.keep_nothing();
+        }
         // Connections are closed and memory is let go before anybody is told.
         drop(self);
         lock(&shared.state).ended = true;
@@ -308,6 +313,8 @@ impl Serving {
         if matches!(over, Some(Over::Complete)) && self.watch.complete() {
             self.say_all(COMPLETE, &[]);
         }
+        // Before the wait: parcels that had come before the engine asked for them.
+        self.tell();
         let planned = self.wait();
         if self.failure.is_none() {
             self.neighbours.serve(&mut self.news);
@@ -451,7 +458,6 @@ impl Serving {
         let mut state = lock(&self.shared.state);
         state.traffic.sent += traffic.sent;
         state.traffic.lent += traffic.lent;
-        state.fallbacks.extend(self.neighbours.take_fallbacks());
     }
 
     /// A parcel has come in another rank's slab.
@@ -459,7 +465,7 @@ impl Serving {
         let Some(Awaited { read, .. }) = self.awaited.remove(&parcel) else { return };
         let ends = begins.saturating_add(slab.len() as u64);
         if read.offset < begins || read.offset.saturating_add(read.len) > ends {
-            let text = format!("parcel {parcel} does not lie in the slab that another rank lends; please report this");
+            let text = format!("parcel {parcel} is not in the slab that its reader lends; please report this");
             self.awaited.insert(parcel, Awaited { read, places: None, left: None, arrived: false });
             return self.set_failure(Error::new(ErrorKind::Internal, text));
         }
@@ -483,6 +489,8 @@ impl Serving {
         let mut pause = self.watch.until(now).min(REPORTED);
         if !self.unsent.is_empty() {
             pause = Duration::ZERO;
+        } else if self.neighbours.waits() {
+            pause = pause.min(SHORTLY);
         }
         let quiet = self.failure.is_some();
         let mut polled = vec![libc::pollfd { fd: self.shared.orders.fd(), events: libc::POLLIN, revents: 0 }];
@@ -758,10 +766,12 @@ impl Serving {
 
     /// Tells the engine thread what has happened.
     fn tell(&mut self) {
-        if self.events.is_empty() && self.copied.is_empty() {
+        let fallbacks = self.neighbours.take_fallbacks();
+        if self.events.is_empty() && self.copied.is_empty() && fallbacks.is_empty() {
             return;
         }
         let mut state = lock(&self.shared.state);
+        state.fallbacks.extend(fallbacks);
         let (reads, copies) = (!self.events.is_empty(), !self.copied.is_empty());
         state.events.append(&mut self.events);
         state.copied.append(&mut self.copied);

@@ -32,7 +32,7 @@ pub(crate) enum ParcelWay {
 #[derive(Debug)]
 struct Lent {
     ticket: Ticket,
-    /// Ranks that have neither returned it nor got it to its end.
+    /// Ranks that have not returned it, or not received all of it.
     left: usize,
     held_by: Vec<usize>,
 }
@@ -133,7 +133,9 @@ impl<O> Loans<O> {
     fn no_longer_holds(&mut self, at: usize, parcel: u32, does: &str) -> Result<(), Breach> {
         let lent = self.lent.get_mut(&parcel);
         let held = lent.and_then(|lent| Some((lent.held_by.iter().position(|rank| *rank == at)?, lent)));
-        let Some((number, lent)) = held else { return Err(format!("it {does} parcel {parcel}, and does not have it")) };
+        let Some((number, lent)) = held else {
+            return Err(format!("it {does} parcel {parcel}, which it does not hold"));
+        };
         lent.held_by.swap_remove(number);
         Ok(())
     }
@@ -252,7 +254,7 @@ mod tests {
         let mut loans = loans(&[ParcelWay::Slab, ParcelWay::Slab]);
         loans.lend(PARCEL, TICKET, &[0]);
         for (at, parcel) in [(1, PARCEL), (0, PARCEL + 1)] {
-            assert!(loans.returned(at, parcel, true).unwrap_err().contains("does not have it"));
+            assert!(loans.returned(at, parcel, true).unwrap_err().contains("does not hold"));
         }
         assert_eq!(loans.returned(0, PARCEL, true), Ok(Some(TICKET)));
         assert!(loans.returned(0, PARCEL, true).is_err(), "twice");

@@ -1,22 +1,22 @@
 //! The ranks of this machine that share slabs with this one: how they find each other, and what they lend.
 //!
 //! Each rank says on its connection for words where it waits for neighbours, and on which machine ([`Introduction`]). Of two
-//! ranks of one machine the later one connects. Until both know that their link stands, parcels for the other one wait.
+//! ranks of one machine the one with the higher number connects. Until both know that their link stands, parcels for the other one wait.
 //! Ranks of other machines, and ranks that cannot share slabs, use their sockets. So do ranks that listen at different addresses:
 //! the plan of each counts the other one among those of other machines.
 
 use super::key::nonce;
 use super::loans::{Breach, GivenUp, Loans, ParcelWay};
 use super::shared::Outbound;
-use super::slab_link::{Message, SlabLink, SlabListener};
+use super::slab_link::{SlabLink, SlabListener, SlabMessage};
 use crate::extent::Ticket;
 use crate::fallback::Fallback;
 use crate::staging::{Ring, Slab};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::os::fd::{OwnedFd, RawFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::Arc;
 
-/// Most processes that have connected and have said nothing. A rank says its name at once: of more the oldest are none.
+/// Most processes that have connected and have said nothing. A rank says its name at once, so the oldest go first.
 const STRANGERS: usize = 64;
 
 /// Bytes that name a process, a place or a secret.
@@ -29,7 +29,7 @@ pub(super) struct Offered {
     pub(super) begins: u64,
 }
 
-/// What a rank says of itself to all others.
+/// The word of a rank about itself, to all others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Introduction {
     /// Its machine, the name of its process, and where it waits. The secret shows that a rank of this load has connected.
@@ -94,6 +94,8 @@ pub(super) struct Neighbours {
     /// Each reason once. So many of them were taken.
     fallbacks: Vec<Fallback>,
     taken: usize,
+    /// Slabs of others that are kept no longer. They go with this: a driver may be slow to unpin them.
+    disowned: Vec<Arc<Slab>>,
 }
 
 impl Neighbours {
@@ -104,7 +106,7 @@ impl Neighbours {
             sharing?;
             let (place, secret) = nonce().and_then(|place| Ok((place, nonce()?))).map_err(|e| e.to_string())?;
             let machine = machine().ok_or("this system does not say which machine it is (boot_id)")?;
-            let owner = owner().ok_or("the system gives no random bytes")?;
+            let owner = Ring::process().name(|| nonce().ok()).ok_or("the system gives no random bytes")?;
             let listener = SlabListener::new(&place).map_err(|e| e.to_string())?;
             Ok((Introduction::Shares { machine, owner, place, secret }, listener))
         };
@@ -112,9 +114,6 @@ impl Neighbours {
             Ok((shares, listener)) => (shares, Some(listener), ParcelWay::Undecided, None),
             Err(why) => (Introduction::Refuses(why.clone()), None, ParcelWay::Socket, Some(why)),
         };
-        if listener.is_some() {
-            forget_dead_owners();
-        }
         let count = ranks.len();
         let loans = Loans::new(near.iter().map(|near| if *near { way } else { ParcelWay::Socket }).collect());
         let mut neighbours = Neighbours {
@@ -129,12 +128,13 @@ impl Neighbours {
             lent: HashMap::new(),
             fallbacks: Vec::new(),
             taken: 0,
+            disowned: Ring::process().disown_dead(),
         };
         why.iter().for_each(|why| neighbours.fall_back(why.clone()));
         neighbours
     }
 
-    /// What this rank says of itself.
+    /// The word of this rank about itself.
     pub(super) fn introduction(&self) -> &Introduction {
         &self.introduction
     }
@@ -169,7 +169,7 @@ impl Neighbours {
             return; // It connects.
         }
         self.owners[at] = Some(owner);
-        let hello = Message::Hello { rank: self.rank, owner: mine, secret };
+        let hello = SlabMessage::Hello { rank: self.rank, owner: mine, secret };
         let greeted = SlabLink::connect(&place).map_err(|e| e.to_string()).and_then(|mut link| {
             link.say(&hello).map_err(|e| e.to_string())?;
             Ok(link)
@@ -198,9 +198,9 @@ impl Neighbours {
     fn decide(&mut self, at: usize, way: ParcelWay, news: &mut Vec<News>) {
         if let (ParcelWay::Slab, Some(link)) = (way, &mut self.links[at]) {
             if let Some(owner) = self.owners[at] {
-                owners().insert(owner, link.process());
+                Ring::process().note_owner(owner, link.process());
             }
-            if let Err(e) = link.say(&Message::Keeps(Ring::process().registered_inodes())) {
+            if let Err(e) = link.say(&SlabMessage::Keeps(Ring::process().registered_inodes())) {
                 return self.gives_up(at, e.to_string(), news);
             }
         }
@@ -217,8 +217,13 @@ impl Neighbours {
 
     fn offer(&mut self, at: usize, parcel: u32, news: &mut Vec<News>) {
         let (Some(link), Some(lent)) = (&mut self.links[at], self.lent.get(&parcel)) else { return };
-        let slab = Ring::process().slab_at(lent.at).ok_or_else(|| std::io::Error::other("a slab that is gone"));
-        if let Err(e) = slab.and_then(|slab| link.offer(parcel, lent.offset, slab)) {
+        let Some(slab) = Ring::process().slab_at(lent.at).filter(|slab| slab.memfd().is_some()) else {
+            // The system had no more shared memory, or no descriptor for it.
+            self.fall_back("a slab of this rank could not be made of shared memory".to_owned());
+            let _held_until_now = self.loans.refused(at, parcel);
+            return news.push(News::Send { to: at, parcel });
+        };
+        if let Err(e) = link.offer(parcel, lent.offset, slab) {
             self.breaks(at, e.to_string(), news);
         }
     }
@@ -268,7 +273,7 @@ impl Neighbours {
     pub(super) fn returns(&mut self, parcel: u32, again: bool, news: &mut Vec<News>) {
         let Some(at) = self.loans.returns(parcel) else { return };
         let Some(link) = &mut self.links[at] else { return };
-        if let Err(e) = link.say(&Message::Returned { parcel, again }) {
+        if let Err(e) = link.say(&SlabMessage::Returned { parcel, again }) {
             self.breaks(at, e.to_string(), news);
         }
     }
@@ -303,6 +308,17 @@ impl Neighbours {
                 .flatten()
                 .map(|link| (link.fd(), libc::POLLIN | if link.wants_room() { libc::POLLOUT } else { 0 })),
         )
+    }
+
+    /// Messages wait for something of which nobody says when it is there.
+    pub(super) fn waits(&self) -> bool {
+        self.links.iter().flatten().any(SlabLink::waits)
+    }
+
+    /// The load has failed: neighbours' slabs are kept no longer.
+    pub(super) fn keep_nothing(&mut self) {
+        let owners = self.owners.iter().flatten();
+        self.disowned.extend(owners.flat_map(|owner| Ring::process().disown(*owner, &|_| false)));
     }
 
     /// Takes what neighbours say, and says what has waited for room.
@@ -346,14 +362,14 @@ impl Neighbours {
                 let surplus = self.strangers.len().saturating_sub(STRANGERS);
                 self.strangers.drain(..surplus);
             }
-            Ok(Some((Message::Hello { rank, owner, secret }, _))) => {
+            Ok(Some((SlabMessage::Hello { rank, owner, secret }, _))) => {
                 let at = self.ranks.iter().position(|known| *known == rank);
                 let mine = match &self.introduction {
                     Introduction::Shares { secret, .. } => Some(*secret),
                     Introduction::Refuses(_) => None,
                 };
                 let Some(at) = at.filter(|_| mine == Some(secret) && rank > self.rank) else { return };
-                if self.loans.way(at) == ParcelWay::Undecided && link.say(&Message::Welcome).is_ok() {
+                if self.loans.way(at) == ParcelWay::Undecided && link.say(&SlabMessage::Welcome).is_ok() {
                     (self.links[at], self.owners[at]) = (Some(link), Some(owner));
                     self.decide(at, ParcelWay::Slab, news);
                 }
@@ -372,27 +388,30 @@ impl Neighbours {
         }
     }
 
-    fn hears(&mut self, at: usize, message: Message, fd: Option<OwnedFd>, news: &mut Vec<News>) {
+    fn hears(&mut self, at: usize, message: SlabMessage, fd: Option<OwnedFd>, news: &mut Vec<News>) {
         let outcome = match message {
-            Message::Welcome if self.loans.way(at) == ParcelWay::Undecided => {
+            SlabMessage::Welcome if self.loans.way(at) == ParcelWay::Undecided => {
                 self.decide(at, ParcelWay::Slab, news);
                 Ok(())
             }
-            Message::Keeps(inodes) => {
-                let owner = self.owners[at].iter();
-                owner.for_each(|owner| Ring::process().disown(*owner, &|(_, inode)| inodes.contains(&inode)));
+            SlabMessage::Keeps(inodes) => {
+                if let Some(owner) = self.owners[at] {
+                    self.disowned.extend(Ring::process().disown(owner, &|(_, inode)| inodes.contains(&inode)));
+                }
                 Ok(())
             }
-            Message::Offer { parcel, slab, begins, len } => self.is_offered(at, (parcel, slab, begins, len), fd, news),
-            Message::Returned { parcel, again } => self.loans.returned(at, parcel, again).map(|free| {
+            SlabMessage::Offer { parcel, slab, begins, len } => {
+                self.is_offered(at, (parcel, slab, begins, len), fd, news)
+            }
+            SlabMessage::Returned { parcel, again } => self.loans.returned(at, parcel, again).map(|free| {
                 news.push(News::Taken { by: at, parcel });
                 self.is_free(parcel, free, news);
             }),
-            Message::Refused { parcel, why } => self.loans.refused(at, parcel).map(|()| {
+            SlabMessage::Refused { parcel, why } => self.loans.refused(at, parcel).map(|()| {
                 self.fall_back(format!("rank {} refuses them: {why}", self.ranks[at]));
                 news.push(News::Send { to: at, parcel });
             }),
-            Message::Hello { .. } | Message::Welcome => Err("it greets twice".to_owned()),
+            SlabMessage::Hello { .. } | SlabMessage::Welcome => Err("it greets twice".to_owned()),
         };
         if let Err(breach) = outcome {
             news.push(News::Breach { from: at, breach });
@@ -416,7 +435,7 @@ impl Neighbours {
             }
             Err(refusal) => {
                 let why = refusal.to_string();
-                let said = link.say(&Message::Refused { parcel, why: why.clone() });
+                let said = link.say(&SlabMessage::Refused { parcel, why: why.clone() });
                 self.fall_back(why);
                 if let Err(e) = said {
                     self.breaks(at, e.to_string(), news);
@@ -427,34 +446,10 @@ impl Neighbours {
     }
 }
 
-/// The processes that have lent slabs to this one.
-static OWNERS: Mutex<BTreeMap<Name, i32>> = Mutex::new(BTreeMap::new());
-
-fn owners() -> MutexGuard<'static, BTreeMap<Name, i32>> {
-    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Lets go of the slabs of processes that have ended.
-fn forget_dead_owners() {
-    let mut owners = owners();
-    // SAFETY: signal 0 is none: it only says whether there is such a process.
-    let lives = |pid: i32| pid > 0 && unsafe { libc::kill(pid, 0) } == 0;
-    owners.retain(|_, pid| lives(*pid));
-    Ring::process().disown_all_but(&|owner| owners.contains_key(owner));
-}
-
 /// The machine that this process runs on: the same for two processes only where one kernel runs them.
 fn machine() -> Option<Name> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let digits: Vec<u8> = text.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit as u8).collect();
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|pair| pair[0] << 4 | pair[1]).collect();
     bytes.try_into().ok()
-}
-
-/// The name of this process, as its neighbours know it: for the life of the process.
-fn owner() -> Option<Name> {
-    static OWNER: OnceLock<Option<(u32, Name)>> = OnceLock::new();
-    let known = *OWNER.get_or_init(|| Some((std::process::id(), nonce().ok()?)));
-    // A forked child is another process.
-    known.filter(|(pid, _)| *pid == std::process::id()).map(|known| known.1).or_else(|| nonce().ok())
 }

@@ -19,7 +19,7 @@ const BACKLOG: i32 = 1024;
 
 /// A message on a link. Numbers of slabs count those that were lent on it, from 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Message {
+pub(super) enum SlabMessage {
     /// The first one, of the rank that has connected: its number, the name of its process, and a proof that it is a rank of this
     /// load.
     Hello { rank: u32, owner: [u8; 16], secret: [u8; 16] },
@@ -35,35 +35,35 @@ pub(super) enum Message {
     Refused { parcel: u32, why: String },
 }
 
-impl Message {
+impl SlabMessage {
     fn bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         match self {
-            Message::Hello { rank, owner, secret } => {
+            SlabMessage::Hello { rank, owner, secret } => {
                 bytes.push(0);
                 bytes.extend(rank.to_le_bytes());
                 bytes.extend(owner);
                 bytes.extend(secret);
             }
-            Message::Welcome => bytes.push(1),
-            Message::Keeps(inodes) => {
+            SlabMessage::Welcome => bytes.push(1),
+            SlabMessage::Keeps(inodes) => {
                 bytes.push(5);
                 // Others map again what does not fit.
                 bytes.extend(inodes.iter().take((MESSAGE - 1) / 8).flat_map(|inode| inode.to_le_bytes()));
             }
-            Message::Offer { parcel, slab, begins, len } => {
+            SlabMessage::Offer { parcel, slab, begins, len } => {
                 bytes.push(2);
                 bytes.extend(parcel.to_le_bytes());
                 bytes.extend(slab.to_le_bytes());
                 bytes.extend(begins.to_le_bytes());
                 bytes.extend(len.to_le_bytes());
             }
-            Message::Returned { parcel, again } => {
+            SlabMessage::Returned { parcel, again } => {
                 bytes.push(3);
                 bytes.extend(parcel.to_le_bytes());
                 bytes.push(u8::from(*again));
             }
-            Message::Refused { parcel, why } => {
+            SlabMessage::Refused { parcel, why } => {
                 bytes.push(4);
                 bytes.extend(parcel.to_le_bytes());
                 bytes.extend(why.as_bytes());
@@ -73,20 +73,24 @@ impl Message {
         bytes
     }
 
-    fn parse(bytes: &[u8]) -> Option<Message> {
+    fn parse(bytes: &[u8]) -> Option<SlabMessage> {
         let (&kind, rest) = bytes.split_first()?;
         let word = |at: usize| Some(u32::from_le_bytes(*rest.get(at..at + 4)?.first_chunk()?));
         let long = |at: usize| Some(u64::from_le_bytes(*rest.get(at..at + 8)?.first_chunk()?));
         Some(match (kind, rest.len()) {
-            (0, 36) => Message::Hello { rank: word(0)?, owner: *rest[4..].first_chunk()?, secret: *rest.last_chunk()? },
-            (1, 0) => Message::Welcome,
-            (2, 24) => Message::Offer { parcel: word(0)?, slab: word(4)?, begins: long(8)?, len: long(16)? },
-            (3, 5) => Message::Returned { parcel: word(0)?, again: rest[4] != 0 },
+            (0, 36) => {
+                SlabMessage::Hello { rank: word(0)?, owner: *rest[4..].first_chunk()?, secret: *rest.last_chunk()? }
+            }
+            (1, 0) => SlabMessage::Welcome,
+            (2, 24) => SlabMessage::Offer { parcel: word(0)?, slab: word(4)?, begins: long(8)?, len: long(16)? },
+            (3, 5) => SlabMessage::Returned { parcel: word(0)?, again: rest[4] != 0 },
             (5, bytes) if bytes % 8 == 0 => {
                 let inodes = rest.chunks_exact(8).filter_map(|inode| Some(u64::from_le_bytes(*inode.first_chunk()?)));
-                Message::Keeps(inodes.collect())
+                SlabMessage::Keeps(inodes.collect())
             }
-            (4, 4..) => Message::Refused { parcel: word(0)?, why: String::from_utf8_lossy(&rest[4..]).into_owned() },
+            (4, 4..) => {
+                SlabMessage::Refused { parcel: word(0)?, why: String::from_utf8_lossy(&rest[4..]).into_owned() }
+            }
             _ => return None,
         })
     }
@@ -117,7 +121,7 @@ impl SlabListener {
         self.0.as_raw_fd()
     }
 
-    /// A process of the same user that has connected, if there is one. Others are turned away.
+    /// A process of the same user that has connected, if there is one. One of another user is turned away.
     ///
     /// # Errors
     /// The system refuses to accept connections: there are too many descriptors, for example.
@@ -136,9 +140,7 @@ impl SlabListener {
             }
             // SAFETY: the call gave a new descriptor that nobody else owns.
             let link = SlabLink::new(unsafe { OwnedFd::from_raw_fd(fd) });
-            if link.is_of_this_user() {
-                return Ok(Some(link));
-            }
+            return Ok(Some(link).filter(SlabLink::is_of_this_user));
         }
     }
 }
@@ -150,13 +152,15 @@ pub(super) struct SlabLink {
     out: VecDeque<(Vec<u8>, Option<Arc<Slab>>)>,
     /// Slabs that were lent on this link, in the order of their numbers: device and inode.
     lent: Vec<(u64, u64)>,
+    /// The kernel had no room for the first message that waits, and does not say when it has.
+    waits: bool,
     /// Slabs of the other rank by their numbers, or why it could not be mapped.
     borrowed: Vec<Result<Arc<Slab>>>,
 }
 
 impl SlabLink {
     fn new(fd: OwnedFd) -> SlabLink {
-        SlabLink { fd, out: VecDeque::new(), lent: Vec::new(), borrowed: Vec::new() }
+        SlabLink { fd, out: VecDeque::new(), lent: Vec::new(), waits: false, borrowed: Vec::new() }
     }
 
     /// Connects to the listener of a rank of this machine.
@@ -202,37 +206,46 @@ impl SlabLink {
 
     /// Messages wait for room.
     pub(super) fn wants_room(&self) -> bool {
-        !self.out.is_empty()
+        !self.out.is_empty() && !self.waits
+    }
+
+    /// Messages wait for something of which nobody says when it is there.
+    pub(super) fn waits(&self) -> bool {
+        self.waits
     }
 
     /// Says something, as soon as there is room.
-    pub(super) fn say(&mut self, message: &Message) -> io::Result<()> {
+    pub(super) fn say(&mut self, message: &SlabMessage) -> io::Result<()> {
         self.out.push_back((message.bytes(), None));
         self.speak()
     }
 
     /// Offers a parcel that lies in a slab of this process.
     pub(super) fn offer(&mut self, parcel: u32, begins: u64, slab: Arc<Slab>) -> io::Result<()> {
-        let identity = slab.identity().ok_or_else(|| io::Error::other("a slab that cannot be lent"))?;
+        let identity = slab.identity().ok_or_else(|| io::Error::other("its slab is private"))?;
         let known = self.lent.iter().position(|known| *known == identity);
         let number = known.unwrap_or_else(|| {
             self.lent.push(identity);
             self.lent.len() - 1
         });
-        let message = Message::Offer { parcel, slab: number as u32, begins, len: slab.len() as u64 };
+        let message = SlabMessage::Offer { parcel, slab: number as u32, begins, len: slab.len() as u64 };
         self.out.push_back((message.bytes(), Some(slab).filter(|_| known.is_none())));
         self.speak()
     }
 
     /// Sends what there is room for.
     pub(super) fn speak(&mut self) -> io::Result<()> {
+        self.waits = false;
         while let Some((bytes, slab)) = self.out.front() {
             let fd = slab.as_ref().and_then(|slab| slab.memfd()).map(|fd| fd.as_raw_fd());
             match send(self.fd.as_raw_fd(), bytes, fd) {
                 Ok(()) => drop(self.out.pop_front()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                // Too many descriptors of this user are on their way: some arrive soon.
-                Err(e) if later(&e) || e.raw_os_error() == Some(libc::ETOOMANYREFS) => return Ok(()),
+                Err(e) if later(&e) => return Ok(()),
+                Err(e) if is_passing(&e) => {
+                    self.waits = true;
+                    return Ok(());
+                }
                 Err(e) => return Err(e),
             }
         }
@@ -240,11 +253,11 @@ impl SlabLink {
     }
 
     /// The next message, and a descriptor if one comes along. `Ok(None)`: there is none now.
-    pub(super) fn hear(&mut self) -> io::Result<Option<(Message, Option<OwnedFd>)>> {
+    pub(super) fn hear(&mut self) -> io::Result<Option<(SlabMessage, Option<OwnedFd>)>> {
         loop {
             return match receive(self.fd.as_raw_fd()) {
                 Ok((bytes, _)) if bytes.is_empty() => Err(io::Error::other("it has closed its link")),
-                Ok((bytes, fd)) => match Message::parse(&bytes) {
+                Ok((bytes, fd)) => match SlabMessage::parse(&bytes) {
                     Some(message) => Ok(Some((message, fd))),
                     None => Err(io::Error::other("it sent an unknown message")),
                 },
@@ -270,6 +283,11 @@ impl SlabLink {
         let unknown = || Err(Error::new(ErrorKind::Peer, "a slab that was never lent"));
         self.borrowed.get(number as usize).cloned().unwrap_or_else(unknown)
     }
+}
+
+/// Whether it ends by itself: too many descriptors of this user are on their way, or the kernel is short of memory.
+fn is_passing(e: &io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::ETOOMANYREFS | libc::ENOMEM | libc::ENOBUFS))
 }
 
 fn socket() -> io::Result<OwnedFd> {
@@ -377,7 +395,7 @@ mod tests {
         (listener.accept().unwrap().unwrap(), there)
     }
 
-    fn heard(link: &mut SlabLink) -> (Message, Option<OwnedFd>) {
+    fn heard(link: &mut SlabLink) -> (SlabMessage, Option<OwnedFd>) {
         wait_readable([link.fd()], Some(Duration::from_secs(20)));
         link.hear().unwrap().unwrap()
     }
@@ -386,14 +404,14 @@ mod tests {
     fn messages_come_whole_and_in_order() {
         let (mut here, mut there) = pair(1);
         let all = [
-            Message::Hello { rank: 7, owner: [8; 16], secret: [9; 16] },
-            Message::Welcome,
-            Message::Keeps(vec![3, u64::MAX]),
-            Message::Keeps(Vec::new()),
-            Message::Offer { parcel: 3, slab: 1, begins: 1 << 40, len: 8 << 20 },
-            Message::Returned { parcel: 3, again: true },
-            Message::Returned { parcel: 4, again: false },
-            Message::Refused { parcel: 3, why: "no memory".to_owned() },
+            SlabMessage::Hello { rank: 7, owner: [8; 16], secret: [9; 16] },
+            SlabMessage::Welcome,
+            SlabMessage::Keeps(vec![3, u64::MAX]),
+            SlabMessage::Keeps(Vec::new()),
+            SlabMessage::Offer { parcel: 3, slab: 1, begins: 1 << 40, len: 8 << 20 },
+            SlabMessage::Returned { parcel: 3, again: true },
+            SlabMessage::Returned { parcel: 4, again: false },
+            SlabMessage::Refused { parcel: 3, why: "no memory".to_owned() },
         ];
         all.iter().for_each(|message| here.say(message).unwrap());
         for message in all {
@@ -408,8 +426,8 @@ mod tests {
     #[test]
     fn a_text_that_is_too_long_is_cut_and_what_is_no_message_is_an_error() {
         let (mut here, mut there) = pair(2);
-        here.say(&Message::Refused { parcel: 1, why: "x".repeat(5000) }).unwrap();
-        let (Message::Refused { why, .. }, _) = heard(&mut there) else { panic!() };
+        here.say(&SlabMessage::Refused { parcel: 1, why: "x".repeat(5000) }).unwrap();
+        let (SlabMessage::Refused { why, .. }, _) = heard(&mut there) else { panic!() };
         assert_eq!(why.len(), MESSAGE - 5);
         for odd in [&[9u8][..], &[0, 1], &[2; 24], &[3; 9], &[4; 3], &[5; 12]] {
             send(here.fd(), odd, None).unwrap();

@@ -15,6 +15,7 @@ pub(super) struct Adopted {
     /// No other file has this identity as long as the slab is mapped.
     pub(super) file: MemoryFileId,
     slab: Weak<Slab>,
+    nbytes: u64,
     /// The slab itself, if it is kept.
     kept: Option<Arc<Slab>>,
     /// Is not kept any more: it goes with its last holder.
@@ -36,7 +37,8 @@ impl AdoptedSlabs {
     /// Another slab, over a file that none of these maps.
     pub(super) fn add(&mut self, owner: [u8; 16], file: MemoryFileId, slab: &Arc<Slab>) {
         self.0.retain(|_, a| a.slab.strong_count() > 0);
-        let adopted = Adopted { owner, file, slab: Arc::downgrade(slab), kept: None, disowned: false };
+        let nbytes = slab.len() as u64;
+        let adopted = Adopted { owner, file, slab: Arc::downgrade(slab), nbytes, kept: None, disowned: false };
         self.0.insert(slab.address() as usize, adopted);
     }
 
@@ -70,6 +72,7 @@ impl AdoptedSlabs {
 
     /// The bytes of all that are mapped.
     pub(super) fn nbytes(&self) -> u64 {
-        self.0.values().filter_map(|a| a.slab.upgrade()).map(|s| s.len() as u64).sum()
+        // Without a reference: the last one unmaps the slab, and that takes no lock.
+        self.0.values().filter(|a| a.slab.strong_count() > 0).map(|a| a.nbytes).sum()
     }
 }

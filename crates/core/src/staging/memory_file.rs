@@ -8,7 +8,8 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::OnceLock;
 
 /// Device and inode of a file. No other file has them as long as somebody maps it or has it open.
 pub(super) type MemoryFileId = (u64, u64);
@@ -33,6 +34,33 @@ pub(super) fn create(len: u64) -> Result<OwnedFd> {
     checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) })
         .map_err(|cause| refused("seal the size of shared memory (F_ADD_SEALS)", &cause))?;
     Ok(file)
+}
+
+/// Descriptors of files in memory that are open.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
+
+/// A file in memory, which counts as open.
+pub(super) struct Counted(pub(super) File);
+
+impl Counted {
+    pub(super) fn new(file: File) -> Counted {
+        OPEN.fetch_add(1, Ordering::Relaxed);
+        Counted(file)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        OPEN.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Whether another file would leave three quarters of the descriptors that this process may have.
+pub(super) fn may_make_another() -> bool {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: it writes the limit.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
+    !known || (OPEN.load(Ordering::Relaxed) as u64) < limit.rlim_cur / 4
 }
 
 /// Takes `len` bytes of memory for the file now.
@@ -105,6 +133,11 @@ pub fn shared_memory_pages() -> &'static str {
 
 /// Whether memory files that ask for huge pages get them at the first touch.
 fn is_set_huge() -> bool {
+    static SET: OnceLock<bool> = OnceLock::new();
+    *SET.get_or_init(read_huge)
+}
+
+fn read_huge() -> bool {
     let setting = |file: &str| fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{file}"));
     are_huge(&setting("shmem_enabled").unwrap_or_default(), setting("hugepages-2048kB/shmem_enabled").ok().as_deref())
 }
@@ -124,7 +157,9 @@ fn are_huge(all: &str, large: Option<&str>) -> bool {
 /// Whether the kernel refuses memory that it may not have (vm.overcommit_memory): such a refusal is a SIGBUS if it comes at
 /// the first touch.
 fn commits_strictly() -> bool {
-    fs::read("/proc/sys/vm/overcommit_memory").is_ok_and(|setting| setting.first() == Some(&b'2'))
+    static SET: OnceLock<bool> = OnceLock::new();
+    let read = || fs::read("/proc/sys/vm/overcommit_memory").is_ok_and(|setting| setting.first() == Some(&b'2'));
+    *SET.get_or_init(read)
 }
 
 fn memfd(flags: libc::c_uint) -> io::Result<OwnedFd> {

@@ -8,7 +8,7 @@ use crate::machine::page_size;
 use crate::options::{pool_bytes, HUGE_PAGE, IDLE_STAGING, PAGE};
 use crate::sync::{lock, Mutex, MutexGuard};
 use crate::wake::Wake;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{OwnedFd, RawFd};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -62,6 +62,10 @@ struct RingState {
     /// Registered buffers beside the slabs, for loads that gather small copies.
     scratch: Vec<Slab>,
     adopted: AdoptedSlabs,
+    /// The processes whose slabs may be kept here; 0: it is not known.
+    owners: BTreeMap<[u8; 16], i32>,
+    /// The name of this process as an owner.
+    name: Option<[u8; 16]>,
 }
 
 /// Slabs of the pool that serve the same loads.
@@ -123,6 +127,13 @@ impl RingState {
     fn unmap(&mut self, bytes: u64, shared: bool) {
         self.staging.mapped -= bytes;
         self.staging.shared -= if shared { bytes } else { 0 };
+    }
+
+    /// A slab was made that was to be `shared`. It is private where the system refuses that.
+    fn has_made(&mut self, slab: &Slab, shared: bool) {
+        if shared && !slab.is_shared() {
+            self.staging.shared -= slab.len() as u64;
+        }
     }
 
     /// Whether load `id` may have another slab of `len` bytes under its `limit`, as far as fairness goes.
@@ -301,18 +312,40 @@ impl Ring {
         Ok(slab)
     }
 
-    /// Drops the kept slabs of an owner, except those whose (device, inode) are `still` in use there. A slab that is held goes
-    /// with its last holder. `still` must not use the ring.
-    pub fn disown(&self, owner: [u8; 16], still: &dyn Fn((u64, u64)) -> bool) {
-        // Dropped without the lock, since a driver may be slow to unpin.
-        let gone = self.lock().adopted.disown(|adopted| adopted.owner == owner && !still(adopted.file));
-        drop(gone);
+    /// Keeps the kept slabs of an owner no longer, except those whose (device, inode) are `still` in use there. Gives them:
+    /// a driver may be slow to unpin what the caller drops. A slab that is held goes with its last holder. `still` must not
+    /// use the ring.
+    pub fn disown(&self, owner: [u8; 16], still: &dyn Fn((u64, u64)) -> bool) -> Vec<Arc<Slab>> {
+        self.lock().adopted.disown(|adopted| adopted.owner == owner && !still(adopted.file))
     }
 
-    /// Drops the kept slabs of all owners that are not alive, in the same way.
-    pub fn disown_all_but(&self, is_alive: &dyn Fn(&[u8; 16]) -> bool) {
-        let gone = self.lock().adopted.disown(|adopted| !is_alive(&adopted.owner));
-        drop(gone);
+    /// The same for the slabs of all owners that are not alive.
+    pub fn disown_all_but(&self, is_alive: &dyn Fn(&[u8; 16]) -> bool) -> Vec<Arc<Slab>> {
+        self.lock().adopted.disown(|adopted| !is_alive(&adopted.owner))
+    }
+
+    /// The process of an owner whose slabs may be kept here; 0: it is not known.
+    pub(crate) fn note_owner(&self, owner: [u8; 16], process: i32) {
+        self.lock().owners.insert(owner, process);
+    }
+
+    /// Keeps the slabs of processes that have ended no longer. Gives them.
+    pub(crate) fn disown_dead(&self) -> Vec<Arc<Slab>> {
+        let mut state = self.lock();
+        // SAFETY: signal 0 is none: it only says whether there is such a process.
+        let has_ended = |process: i32| process > 0 && unsafe { libc::kill(process, 0) } != 0;
+        state.owners.retain(|_, process| !has_ended(*process));
+        let RingState { owners, adopted, .. } = &mut *state;
+        adopted.disown(|adopted| !owners.contains_key(&adopted.owner))
+    }
+
+    /// The name of this process as an owner of slabs, for its life; `None` if `make` gives none.
+    pub(crate) fn name(&self, make: impl FnOnce() -> Option<[u8; 16]>) -> Option<[u8; 16]> {
+        let mut state = self.lock();
+        if state.name.is_none() {
+            state.name = make();
+        }
+        state.name
     }
 
     /// Gives all idle slabs back to the system, and with them their registrations: also other processes' slabs that nobody
@@ -481,7 +514,10 @@ impl Share {
                 let mapped = Slab::map(self.slab, self.shared);
                 let mut state = self.ring.lock();
                 return match mapped {
-                    Ok(slab) => Ok(Some(self.lease(&mut state, Arc::new(slab)))),
+                    Ok(slab) => {
+                        state.has_made(&slab, self.shared);
+                        Ok(Some(self.lease(&mut state, Arc::new(slab))))
+                    }
                     Err(cause) => {
                         state.unmap(self.slab, self.shared);
                         // Its own refusal comes after that.
@@ -669,7 +705,10 @@ impl Growth {
                 *state.growing(kind) += self.slab;
                 drop(state);
                 return match Slab::map(self.slab, kind.shared) {
-                    Ok(slab) => Ok(Some(Arc::new(slab))),
+                    Ok(slab) => {
+                        self.ring.lock().has_made(&slab, kind.shared);
+                        Ok(Some(Arc::new(slab)))
+                    }
                     Err(cause) => {
                         let mut state = self.ring.lock();
                         state.unmap(self.slab, kind.shared);

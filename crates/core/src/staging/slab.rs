@@ -20,7 +20,7 @@ pub struct Slab {
     /// Always there until it is dropped.
     memory: Option<Anonymous>,
     /// The file of a shared slab of this process.
-    file: Option<File>,
+    file: Option<memory_file::Counted>,
     /// The file of a shared slab, of this process or another.
     identity: Option<MemoryFileId>,
     /// Called when another process' slab is registered.
@@ -43,18 +43,21 @@ impl Slab {
         Self::map(nbytes.next_multiple_of(HUGE_PAGE), false)
     }
 
-    /// One of the ring, private or `shared`.
+    /// One of the ring, private or `shared`. It is private too where the system has no shared memory, or where such slabs would
+    /// take more than a part of the descriptors.
     pub(super) fn map(len: u64, shared: bool) -> Result<Self> {
-        if !shared {
-            return Ok(Self::over(Anonymous::new(len)?));
-        }
+        let made = if shared && memory_file::may_make_another() { Self::map_shared(len).ok() } else { None };
+        made.map_or_else(|| Ok(Self::over(Anonymous::new(len)?)), Ok)
+    }
+
+    fn map_shared(len: u64) -> Result<Self> {
         let len = len.next_multiple_of(page_size());
         let file = File::from(memory_file::create(len)?);
         let facts = file.metadata().map_err(|cause| Error::io("look at shared memory (fstat)", &cause))?;
         let memory = Anonymous::shared(&file, len)?;
         memory_file::take_memory(&file, &memory)?;
         let mut slab = Self::over(memory);
-        (slab.file, slab.identity) = (Some(file), Some(memory_file::identity(&facts)));
+        (slab.file, slab.identity) = (Some(memory_file::Counted::new(file)), Some(memory_file::identity(&facts)));
         Ok(slab)
     }
 
@@ -86,7 +89,7 @@ impl Slab {
 
     /// The file of a shared slab of this process, for another process to map.
     pub fn memfd(&self) -> Option<BorrowedFd<'_>> {
-        self.file.as_ref().map(File::as_fd)
+        self.file.as_ref().map(|file| file.0.as_fd())
     }
 
     /// Device and inode of the file, if it is over one. All processes see the same two.
@@ -134,7 +137,7 @@ impl Slab {
         self.refused.load(Ordering::Acquire)
     }
 
-    /// Makes its pages resident, so that who registers it finds them there. Advice: what is refused happens at first touch.
+    /// Makes its pages resident, so that a driver that registers it finds them there. Advice: a refused page comes at its first touch.
     pub(crate) fn populate(&self) {
         // SAFETY: the range is this slab's mapping, whose bytes stay as they are.
         unsafe { libc::madvise(self.address().cast(), self.len(), libc::MADV_POPULATE_WRITE) };

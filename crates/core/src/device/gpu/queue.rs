@@ -206,9 +206,14 @@ impl<'a> GpuQueue<'a> {
                 let batch = ManuallyDrop::into_inner(batch);
                 if let Err(gone) = self.waiter.send(Submitted { batch, event, failed }) {
                     let error = Error::new(ErrorKind::Internal, "the thread that waits for the GPU ended early");
-                    // Its copies may be under way: its memory is never touched again.
-                    Ring::process().quarantine(gone.0.batch.slab.0);
-                    self.shared.finish(gone.0.batch, Err(error.clone()), self.begun.clone());
+                    // Its copies may be under way: its memory is never touched again, here or by the rank that lends it.
+                    let ticket = gone.0.batch.ticket;
+                    if self.shared.lock().running.remove(&ticket).is_some() {
+                        Ring::process().quarantine(gone.0.batch.slab.0);
+                        let begun = self.begun.clone();
+                        self.shared.hand_back(Copied { ticket, result: Err(error.clone()), begun });
+                    }
+                    std::mem::forget(gone.0.batch);
                     return Err(error);
                 }
                 submitted
