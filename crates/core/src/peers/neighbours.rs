@@ -281,7 +281,7 @@ impl Neighbours {
     fn breaks(&mut self, at: usize, why: String, news: &mut Vec<News>) {
         self.links[at] = None;
         match self.loans.way(at) {
-            // It did not know who had connected.
+            // The link was not complete: both ranks can still use their sockets.
             ParcelWay::Undecided => self.gives_up(at, why, news),
             _ => news.push(News::Broken { from: at, why }),
         }
