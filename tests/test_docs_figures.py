@@ -184,6 +184,24 @@ def check_ranks(table: Table) -> None:
         assert not chosen or set(row["choices"]) == {{"exchange": "on", "alone": "off"}[chosen]}, where
 
 
+def check_slabs(table: Table) -> None:
+    shown = []
+    for result in kept("two-core-vm-slabs"):
+        rows = {(row["wants"], row["way"]): row for row in result["rows"]}
+        for wants in dict.fromkeys(wants for wants, _ in rows):
+            slabs, sockets = rows[wants, "together"], rows[wants, "together, sockets"]
+            values = [slabs["cpu_s"], sockets["cpu_s"], slabs["cpu_s"] / sockets["cpu_s"]]
+            values += [slabs["median_s"], sockets["median_s"], slabs["lent_bytes"] / 1e9]
+            assert slabs["lent_bytes"] == slabs["sent_bytes"] and sockets["lent_bytes"] == 0
+            shown.append((wants, result["ranks"], result["into"], values))
+    assert len(shown) == len(table.rows)
+    for (wants, into, *cells), (kind, ranks, exists, values) in zip(table.rows, shown, strict=True):
+        assert wants == {"dp": f"all, {ranks} ranks", "tp": f"its part, TP={ranks}"}[kind], table.place
+        assert into == {True: "tensors that exist", False: "new tensors"}[exists], table.place
+        for text, value in zip(cells, values, strict=True):
+            assert fits(text, value), f"{table.place}: {wants}, {into}: {text}, kept {value}"
+
+
 def check_drives(table: Table) -> None:
     rows = {(row["name"], row["wants"], row["ranks"], row["drives"]): row for row in kept("two-core-vm-drives")["rows"]}
     said = {"": "", "all": "dp", "its part (TP)": "tp"}
@@ -248,6 +266,7 @@ CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
     ("Loads from a web server on the same machine", "s"): check_web,
     ("Loads from a web server on the same machine", "found"): check_links,
     ("Ranks that load together", "disk"): check_ranks,
+    ("Ranks that load together", "into"): check_slabs,
     ("Ranks that load from several drives", "every rank wants"): check_drives,
 }
 #: Tables with numbers that are no measurements: bounds, meanings, counts that tests or `make replay` give.

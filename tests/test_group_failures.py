@@ -93,6 +93,8 @@ FAULT = (
     LOAD
     + """
 options = {"cache": "bypass", "peer_timeout": silence, "join_timeout": join, "depth": 1, "threads": 1}
+# Through sockets, and out of shared slabs
+options["shared_slabs"] = which % 2 == 0
 # What the first load of a process sets up
 load((dist.PrefixStore("first", store), rank, size), {})
 before = traces()

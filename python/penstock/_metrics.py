@@ -41,7 +41,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "penstock_bytes_total": ("counter", "Bytes of the tensors that were asked for."),
     "penstock_source_bytes_total": ("counter", "Bytes that were read or received, extra ones too, by source."),
     "penstock_cache_hit_bytes_total": ("counter", "Wanted bytes that were in the page cache."),
-    "penstock_sent_bytes_total": ("counter", "Bytes that this rank has sent to other ranks."),
+    "penstock_sent_bytes_total": ("counter", "Bytes that other ranks got of what this rank has read."),
     "penstock_requests_total": ("counter", "Requests to servers."),
     "penstock_retries_total": ("counter", "Requests that failed and were sent again."),
     "penstock_busy_total": ("counter", "Those that failed because the server had too much to do."),

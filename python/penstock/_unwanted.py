@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +24,7 @@ ON_GPU = 'exchange between ranks with GPUs has not been verified on hardware: ex
 _TRIED = "tried: "
 """The beginning of the reason where ranks have tried both ways."""
 
+_lock = threading.Lock()
 _logged: set[tuple[int, str]] = set()
 """The checkpoints of this process that have had a line, each with the end of the line."""
 
@@ -37,9 +39,10 @@ def say_planned(load: _core.Load, request: Request, apart: tuple[int, str] | Non
         return
     why = _why(engine_of_process(), request.group is not None, apart)
     key = request.selection.core.fingerprint(), why
-    if not why or key in _logged:
-        return
-    _logged.add(key)
+    with _lock:
+        if not why or key in _logged:
+            return
+        _logged.add(key)
     with suppress(ImportError, OSError):  # a program that cannot read the standard library loads without logging
         with importing():
             import logging

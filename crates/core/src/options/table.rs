@@ -141,12 +141,12 @@ macro_rules! option_table {
                 /// one kernel
                 scope { Scope = Scope::World, help: "which ranks read for each other: all, or those of one machine" }
 
-                /// of several ranks that load together, whether those of one machine read what one of
-                /// them has read out of its staging memory. True (the default), or False: it is sent through sockets.
+                /// of several ranks that load together, whether those of one machine copy out of each other's
+                /// staging memory. True (the default), or False: bytes go through sockets.
                 ///
-                /// ranks of one machine read what one of them has read out of its [staging
-                /// memory](guides.md#ranks-that-load-together), which is shared memory then. `False`: it is sent
-                /// through sockets
+                /// ranks of one machine copy out of each other's [staging
+                /// memory](guides.md#ranks-that-load-together), which is shared memory then. `False`: bytes go through
+                /// sockets
                 shared_slabs { bool = true, help: "of ranks on one machine: copy out of each other's staging memory" }
 
                 /// seconds. Of several ranks that load together, one that says nothing for so long is dead, and the

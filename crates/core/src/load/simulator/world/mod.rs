@@ -222,6 +222,8 @@ struct Rank {
     sent_most: Option<usize>,
     held: HashSet<u32>,
     outcome: Option<(Time, Result<(), Error>)>,
+    /// When its node lost its power: what had not left it by then is lost too.
+    lost_at: Time,
 }
 
 impl Rank {
@@ -376,6 +378,7 @@ impl<'a> World<'a> {
                 sent_most: sent,
                 held: HashSet::new(),
                 outcome: None,
+                lost_at: Time::MAX,
             });
         }
         let Machines { storage, node, network, local, .. } = machines;
@@ -579,6 +582,8 @@ impl<'a> World<'a> {
                 self.pump(from, to);
                 self.turn(from);
             }
+            Step::Comes { from, .. }
+                if self.now > self.ranks[from as usize].lost_at.saturating_add(self.machines.latency) => {}
             Step::Comes { from, to, parcel, nbytes } => {
                 self.ranks[to as usize].come[from as usize].push_back((parcel, nbytes));
                 self.receive(to, from);
@@ -656,14 +661,16 @@ impl<'a> World<'a> {
     }
 
     fn dies(&mut self, rank: u32, how: Life) {
+        let now = self.now;
         let r = &mut self.ranks[rank as usize];
         if !matches!(r.life, Life::Runs | Life::Stopped) || r.phase == Phase::Over {
             return;
         }
         r.life = how;
         self.book.borrow_mut().dies(rank);
-        if how == Life::Dead {
-            self.close(rank, true);
+        match how {
+            Life::Dead => self.close(rank, true),
+            _ => r.lost_at = now,
         }
     }
 
