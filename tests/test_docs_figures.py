@@ -186,7 +186,7 @@ def check_ranks(table: Table) -> None:
 
 def check_slabs(table: Table) -> None:
     shown = []
-    for result in kept("two-core-vm-slabs"):
+    for result in kept("two-core-vm-slabs")["results"]:
         rows = {(row["wants"], row["way"]): row for row in result["rows"]}
         for wants in dict.fromkeys(wants for wants, _ in rows):
             slabs, sockets = rows[wants, "together"], rows[wants, "together, sockets"]
