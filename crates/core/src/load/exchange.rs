@@ -21,7 +21,7 @@ pub(super) struct RankExchange {
     pub(super) members: usize,
     pub(super) shares: Arc<Shares>,
     pub(super) peers: Peers,
-    /// By rank: whether it shares slabs with this one, as far as is known before the load.
+    /// By rank: true if the plan counts on slabs that it shares with this one.
     pub(super) near: Vec<bool>,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct Received {
     pub(super) parcels: usize,
     /// At least one parcel needs a slab.
     pub(super) in_slabs: bool,
-    /// At least one parcel comes in another rank's slab, and needs one of this rank if it cannot.
+    /// At least one parcel comes in another rank's slab. It needs one of this rank if the two cannot share.
     pub(super) lent: bool,
 }
 

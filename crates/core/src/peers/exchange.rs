@@ -36,9 +36,9 @@ const COMPLETE: u8 = 1;
 const FAILED: u8 = 2;
 /// How long a step took it: one byte for the step, eight for nanoseconds.
 const TOOK: u8 = 3;
-/// Whether it shares slabs, and where ([`Introduction`]).
+/// Its machine, and where it waits for neighbours; or why it shares no slabs ([`Introduction`]).
 const INTRODUCES: u8 = 4;
-/// It shares no slabs with the rank that hears this: why.
+/// No link to the rank that hears this is possible, and why: their parcels go through sockets.
 const FAR: u8 = 5;
 /// No rank says this.
 const GARBLED: u8 = u8::MAX;
@@ -48,7 +48,7 @@ const TEXT: usize = 4096;
 const PREPARED: usize = 4;
 /// A connection gives way to the others after so many calls.
 const CALLS: usize = 16;
-/// How soon a message is tried again for which the kernel has no room, and of which it does not say when it has.
+/// The pause before a message is tried again. The kernel had no room for it, and `poll` does not say when it has.
 const SHORTLY: Duration = Duration::from_millis(5);
 /// How often a read that goes on, or whose rank is alive, is reported.
 const REPORTED: Duration = Duration::from_secs(1);

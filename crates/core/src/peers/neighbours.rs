@@ -1,9 +1,9 @@
 //! The ranks of this machine that share slabs with this one: how they find each other, and what they lend.
 //!
-//! Each rank says on its connection for words where it waits for neighbours, and on which machine ([`Introduction`]). Of two
-//! ranks of one machine the one with the higher number connects. Until both know that their link stands, parcels for the other one wait.
-//! Ranks of other machines, and ranks that cannot share slabs, use their sockets. So do ranks that listen at different addresses:
-//! the plan of each counts the other one among those of other machines.
+//! Each rank says on its connection for words on which machine it runs, and where it waits for neighbours ([`Introduction`]). Of
+//! two ranks of one machine the one with the higher number connects. Parcels for a neighbour wait until both ranks know that
+//! their link works. Ranks of other machines, and ranks that cannot share slabs, use their sockets. Ranks that listen at
+//! different addresses do so too: their plans count each other among ranks of other machines.
 
 use super::key::nonce;
 use super::loans::{Breach, GivenUp, Loans, ParcelWay};
@@ -34,7 +34,7 @@ pub(super) struct Offered {
 pub(super) enum Introduction {
     /// Its machine, the name of its process, and where it waits. The secret shows that a rank of this load has connected.
     Shares { machine: Name, owner: Name, place: Name, secret: Name },
-    /// It shares no slabs: why not, or nothing where nobody has to know.
+    /// It shares no slabs. The text says why; it is empty where no report has to say so.
     Refuses(String),
 }
 
@@ -69,7 +69,7 @@ pub(super) enum News {
     Taken { by: usize, parcel: u32 },
     /// Nobody needs the slab of this extent any more.
     Free(Ticket),
-    /// A rank has to hear that it cannot be reached: why.
+    /// A rank has to hear that no link to it is possible, and why.
     Far { to: usize, why: String },
     /// A link is broken.
     Broken { from: usize, why: String },
@@ -89,18 +89,19 @@ pub(super) struct Neighbours {
     /// The processes of the other ranks.
     owners: Vec<Option<Name>>,
     loans: Loans<Offered>,
-    /// Parcels that somebody may still read out of their slab, or that wait.
+    /// Parcels that another rank may still read out of their slab, or for which a rank waits.
     lent: HashMap<u32, Outbound>,
-    /// Each reason once. So many of them were taken.
+    /// Each reason once.
     fallbacks: Vec<Fallback>,
+    /// How many of them have been reported.
     taken: usize,
     /// Slabs of others that are kept no longer. They go with this: a driver may be slow to unpin them.
     disowned: Vec<Arc<Slab>>,
 }
 
 impl Neighbours {
-    /// `near`: which of the other ranks the plan counts among those of this machine. `sharing`: an error says why this rank
-    /// shares no slabs, and an empty text that nobody asked for it.
+    /// `near`: for each other rank, true if the plan counts it as a neighbour. `sharing`: an error says why this rank shares no
+    /// slabs; its text is empty if the options say so.
     pub(super) fn new(rank: u32, ranks: Vec<u32>, near: &[bool], sharing: Result<(), String>) -> Neighbours {
         let begin = || -> Result<(Introduction, SlabListener), String> {
             sharing?;
@@ -310,7 +311,7 @@ impl Neighbours {
         )
     }
 
-    /// Messages wait for something of which nobody says when it is there.
+    /// True if a message has to be tried again after a pause: `poll` does not say when there is room for it.
     pub(super) fn waits(&self) -> bool {
         self.links.iter().flatten().any(SlabLink::waits)
     }

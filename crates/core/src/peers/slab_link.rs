@@ -152,7 +152,7 @@ pub(super) struct SlabLink {
     out: VecDeque<(Vec<u8>, Option<Arc<Slab>>)>,
     /// Slabs that were lent on this link, in the order of their numbers: device and inode.
     lent: Vec<(u64, u64)>,
-    /// The kernel had no room for the first message that waits, and does not say when it has.
+    /// True if the first message has to be tried again after a pause.
     waits: bool,
     /// Slabs of the other rank by their numbers, or why it could not be mapped.
     borrowed: Vec<Result<Arc<Slab>>>,
@@ -183,7 +183,7 @@ impl SlabLink {
         self.fd.as_raw_fd()
     }
 
-    /// Whether its other end is a process of the same user.
+    /// True if its other end is a process of the same user.
     fn is_of_this_user(&self) -> bool {
         // SAFETY: it only returns a number.
         self.other_end().is_some_and(|other| other.uid == unsafe { libc::geteuid() })
@@ -209,7 +209,7 @@ impl SlabLink {
         !self.out.is_empty() && !self.waits
     }
 
-    /// Messages wait for something of which nobody says when it is there.
+    /// True if a message has to be tried again after a pause: `poll` does not say when there is room for it.
     pub(super) fn waits(&self) -> bool {
         self.waits
     }
@@ -285,7 +285,7 @@ impl SlabLink {
     }
 }
 
-/// Whether it ends by itself: too many descriptors of this user are on their way, or the kernel is short of memory.
+/// True if the error passes: too many descriptors of this user are on their way, or the kernel is short of memory.
 fn is_passing(e: &io::Error) -> bool {
     matches!(e.raw_os_error(), Some(libc::ETOOMANYREFS | libc::ENOMEM | libc::ENOBUFS))
 }

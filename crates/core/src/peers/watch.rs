@@ -26,7 +26,7 @@ const FAREWELL: Duration = Duration::from_millis(500);
 pub(crate) enum Heard {
     /// It has said something, whatever it is.
     Speech,
-    /// It has sent a parcel to its end.
+    /// It has sent a whole parcel, or offered one.
     Parcel,
     /// It has everything.
     Complete,

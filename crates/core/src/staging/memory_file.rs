@@ -55,7 +55,7 @@ impl Drop for Counted {
     }
 }
 
-/// Whether another file would leave three quarters of the descriptors that this process may have.
+/// True if one more file leaves three quarters of the descriptors that this process may have.
 pub(super) fn may_make_another() -> bool {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: it writes the limit.
@@ -131,7 +131,7 @@ pub fn shared_memory_pages() -> &'static str {
     }
 }
 
-/// Whether memory files that ask for huge pages get them at the first touch.
+/// True if memory files that ask for huge pages get them at the first touch.
 fn is_set_huge() -> bool {
     static SET: OnceLock<bool> = OnceLock::new();
     *SET.get_or_init(read_huge)

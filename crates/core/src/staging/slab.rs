@@ -97,7 +97,7 @@ impl Slab {
         self.identity
     }
 
-    /// Whether it is a shared slab of this process.
+    /// True for a shared slab of this process.
     pub(super) fn is_shared(&self) -> bool {
         self.file.is_some()
     }
@@ -122,7 +122,7 @@ impl Slab {
         Ok(())
     }
 
-    /// Whether it is another process' slab.
+    /// True for another process' slab.
     pub(crate) fn is_adopted(&self) -> bool {
         self.keep.is_some()
     }
@@ -132,7 +132,7 @@ impl Slab {
         self.refused.store(true, Ordering::Release);
     }
 
-    /// Whether a driver has refused to register it.
+    /// True if a driver has refused to register it.
     pub(crate) fn is_refused(&self) -> bool {
         self.refused.load(Ordering::Acquire)
     }

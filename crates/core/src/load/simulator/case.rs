@@ -153,12 +153,12 @@ impl Nodes {
         rank * self.nodes / self.ranks
     }
 
-    /// Whether a rank shares slabs with others of its machine.
+    /// True if this rank can share slabs with other ranks of its machine.
     pub(super) fn shares(self, rank: u32) -> bool {
         self.sharing.checked_shr(rank).unwrap_or(0) & 1 == 1
     }
 
-    /// Whether another rank is a neighbour, as far as a rank knows before the load.
+    /// True if the plan of one rank counts the other one as its neighbour.
     fn is_near(self, rank: u32, other: u32) -> bool {
         self.shares(rank) && self.node_of(rank) == self.node_of(other)
     }

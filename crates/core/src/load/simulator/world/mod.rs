@@ -109,7 +109,7 @@ enum Said {
     Alive,
     Complete,
     Failed(u32, String),
-    /// Whether it shares slabs.
+    /// True if this rank shares slabs.
     Introduces(bool),
     /// It has found no way to the slabs of the rank that hears this.
     Far,
@@ -200,7 +200,7 @@ struct Rank {
     sending: BTreeMap<u32, Sending>,
     /// Own copies in flight.
     copying: HashMap<u32, SlabName>,
-    /// Slabs of other ranks of which the engine has not heard.
+    /// Slabs of other ranks that have come. The engine has not been told yet.
     brought: HashMap<u32, Held>,
     /// Parcels that were offered and neither returned nor refused, by whom; and ranks that have refused one.
     unreturned: HashSet<(u32, u32)>,

@@ -149,7 +149,7 @@ impl SlabBook {
         std::mem::take(&mut self.returned[by as usize])
     }
 
-    /// Whether a rank has a slab of another one on loan.
+    /// True if this rank still holds a slab of another rank.
     pub(super) fn borrows(&self, rank: u32) -> bool {
         self.readers.values().flatten().any(|reader| *reader == (rank, SlabUse::Borrows))
     }
