@@ -56,9 +56,23 @@ def narrow(scratch: Path) -> Iterator[Path]:
     file.unlink()
 
 
-PROGRAM = """
-import gc
+#: Rank 0 stays at `hold("late")` when all have agreed.
+LATE = """
 from penstock import _group
+
+def late(*args, agree=_group.Rendezvous.agree):
+    agreed = agree(*args)
+    if rank == 0:
+        hold("late")
+    return agreed
+
+_group.Rendezvous.agree = late
+"""
+
+
+PROGRAM = (
+    """
+import gc
 
 def status(name):
     with open("/proc/self/status") as file:
@@ -82,14 +96,9 @@ checkpoint.load(names=["0.norm"], group=group, options=options)
 penstock._core.release_staging()
 gc.collect()
 
-def late(*args, agree=_group.Rendezvous.agree):
-    agreed = agree(*args)
-    if rank == 0:
-        hold("late")
-    return agreed
-
-_group.Rendezvous.agree = late
-with open("/proc/self/clear_refs", "w") as file:
+"""
+    + LATE
+    + """with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM begins anew
 before = status("VmRSS")
 if turned:
@@ -103,6 +112,7 @@ said["exchanged"] = report.exchange["received_bytes"]
 said["direct"] = report.routes["direct"]["bytes"]
 said["tensors"] = same(found, slices)
 """
+)
 
 
 def growth_has_ended(pids: list[int]) -> Callable[[], bool]:

@@ -24,7 +24,7 @@ from penstock.synthetic import synth
 from penstock.synthetic.synth import Tensor
 from ranks_together import Ranks, until
 from s3_server import KEYS, Answer, Bucket, serving
-from test_group_memory import GPU_PROGRAM, SCRATCH, growth_has_ended
+from test_group_memory import GPU_PROGRAM, LATE, SCRATCH, growth_has_ended
 
 sys.path.append(str(Path(__file__).parent.parent / "tools/pod"))
 from memory import Group, NoGroup
@@ -210,22 +210,18 @@ said["mapped"] = [line for line in open("/proc/self/maps") if "penstock-slab" in
     judge(said, checkpoint.nbytes, layout)
 
 
-HELD = """
-from penstock import _group
+HELD = (
+    """
 checkpoint = penstock.open(path)
 checkpoint.load(names=["0.norm"], group=group, options=options)
 
-def late(*args, agree=_group.Rendezvous.agree):
-    agreed = agree(*args)
-    if rank == 0:
-        hold("late")
-    return agreed
-
-_group.Rendezvous.agree = late
-found = checkpoint.load(group=group, options=options)
+"""
+    + LATE
+    + """found = checkpoint.load(group=group, options=options)
 said["tensors"] = same(found)
 said["staging"], said["fallbacks"] = checkpoint.last_report.peak_staging, checkpoint.last_report.fallbacks
 """
+)
 
 
 def shared_slabs(pid: int) -> dict[str, int]:
