@@ -4,7 +4,7 @@ use super::*;
 use crate::error::ErrorKind;
 use crate::machine::page_size;
 use crate::memory::Anonymous;
-use crate::options::{HUGE_PAGE, MIB};
+use crate::options::{HUGE_PAGE, MIB, PAGE};
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -510,5 +510,34 @@ fn kernels_that_do_not_know_noexec_memory_share_slabs_too() {
         let lease = acquire(&share);
         write(lease.address(), 1);
         slab_of(Ring::process(), &lease).memfd().is_some()
+    });
+}
+
+#[test]
+fn a_slab_is_private_where_shared_memory_ends_in_the_middle_of_a_load() {
+    in_child(|| {
+        let ring = ring();
+        let share = sharing(ring, SLAB, 4 * SLAB);
+        let first = acquire(&share);
+        refuse_memfd(libc::EMFILE, None);
+        let second = acquire(&share);
+        let shared = [&first, &second].map(|lease| slab_of(ring, lease).memfd().is_some());
+        write(second.address(), 7);
+        shared == [true, false] && read(second.address()) == 7 && ring.staging().shared == SLAB
+    });
+}
+
+#[test]
+fn shared_slabs_take_a_quarter_of_the_descriptors_at_most() {
+    in_child(|| {
+        let limit = libc::rlimit { rlim_cur: 400, rlim_max: 400 };
+        // SAFETY: the limit of this child alone.
+        let is_set = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } == 0;
+        let ring = ring();
+        let share = sharing(ring, PAGE, 1 << 20);
+        let leases: Vec<Lease> = (0..120).map(|_| acquire(&share)).collect();
+        let shared = leases.iter().filter(|lease| slab_of(ring, lease).memfd().is_some()).count();
+        // Other tests of this process may have had some when it forked.
+        is_set && (1..=100).contains(&shared) && ring.staging().shared == shared as u64 * PAGE
     });
 }
