@@ -177,12 +177,12 @@ impl Neighbours {
         });
         match greeted {
             Ok(link) => self.links[at] = Some(link),
-            Err(why) => self.gives_up(at, why, news),
+            Err(why) => self.has_no_link(at, why, news),
         }
     }
 
-    /// No link to this rank comes about: it has to hear so.
-    fn gives_up(&mut self, at: usize, why: String, news: &mut Vec<News>) {
+    /// No link to this rank is possible. The rank has to hear so.
+    fn has_no_link(&mut self, at: usize, why: String, news: &mut Vec<News>) {
         news.push(News::Far { to: at, why: why.clone() });
         self.is_far(at, why, news);
     }
@@ -202,7 +202,7 @@ impl Neighbours {
                 Ring::process().note_owner(owner, link.process());
             }
             if let Err(e) = link.say(&SlabMessage::Keeps(Ring::process().registered_inodes())) {
-                return self.gives_up(at, e.to_string(), news);
+                return self.has_no_link(at, e.to_string(), news);
             }
         }
         for parcel in self.loans.decide(at, way) {
@@ -283,7 +283,7 @@ impl Neighbours {
         self.links[at] = None;
         match self.loans.way(at) {
             // The link was not complete: both ranks can still use their sockets.
-            ParcelWay::Undecided => self.gives_up(at, why, news),
+            ParcelWay::Undecided => self.has_no_link(at, why, news),
             _ => news.push(News::Broken { from: at, why }),
         }
     }
@@ -384,7 +384,7 @@ impl Neighbours {
         self.listener = None;
         for at in 0..self.ranks.len() {
             if self.ranks[at] > self.rank && self.loans.way(at) == ParcelWay::Undecided {
-                self.gives_up(at, why.to_owned(), news);
+                self.has_no_link(at, why.to_owned(), news);
             }
         }
     }
