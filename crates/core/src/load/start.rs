@@ -177,7 +177,8 @@ fn assemble(
     let (blocks, fence) = allocate(&layout, ours, memory, at)?;
     let routing = Arc::new(plan.routing);
     let gaps = if routing.here { 0 } else { plan.report.unwanted.gap };
-    let asked = SourceRequest { timeline: timeline.clone(), ..SourceRequest::new(options.io, routing.clone()) };
+    let asked = SourceRequest::new(options.io, routing.clone());
+    let asked = SourceRequest { timeline: timeline.clone(), staging, ..asked };
     let (source, received) = source(&files, &asked, stand_ins.decorate, exchange.as_ref(), &schedule)?;
     let ours = || device(at, &schedule, &options, timeline.as_ref());
     let device = stand_ins.device.map_or_else(ours, |device| Ok(Some(device)))?;

@@ -118,7 +118,8 @@ impl Planned {
             let is_warm = in_cache && !surveyed.sampled && all_resident;
             let by_rows = is_warm && way.warm.scatters && way.through != Through::Nothing;
             let rows = by_rows.then(|| options.gap.map_or(ROW_GAP, |gap| gap.min(ROW_GAP)));
-            FileTraits { storage, unit: surveyed.facts.lanes.unit, resident, way: *way, extent, gap, rows }
+            let (unit, cut) = (surveyed.facts.lanes.unit, surveyed.facts.cut);
+            FileTraits { storage, unit, resident, way: *way, extent, gap, cut, rows }
         });
         let traits: Vec<FileTraits> = traits.collect();
         let limits = Limits {

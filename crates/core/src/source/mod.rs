@@ -71,7 +71,7 @@ pub use uring::{RingMode, Uring};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;
-use crate::options::Io;
+use crate::options::{Io, Options};
 use crate::rows::RowPlaces;
 use crate::store::Files;
 use crate::timeline::Timeline;
@@ -90,6 +90,8 @@ pub struct SourceRequest {
     pub io: Io,
     /// Decisions before the load.
     pub routing: Arc<Routing>,
+    /// Most bytes of slabs that the load may hold.
+    pub staging: u64,
     /// Where reads are recorded, if they are.
     pub(crate) timeline: Option<Arc<Timeline>>,
     /// The choice by the pace of the storage, once there is one.
@@ -97,9 +99,10 @@ pub struct SourceRequest {
 }
 
 impl SourceRequest {
-    /// Reads by `io`, as `routing` says.
+    /// Reads by `io`, as `routing` says, with staging memory as the options have it by default.
     pub fn new(io: Io, routing: Arc<Routing>) -> SourceRequest {
-        SourceRequest { io, routing, timeline: None, chosen: Chosen::default() }
+        let staging = Options::default().staging;
+        SourceRequest { io, routing, staging, timeline: None, chosen: Chosen::default() }
     }
 }
 

@@ -46,6 +46,9 @@ pub struct Facts {
     /// Extra bytes between two wanted runs that cost less than another read, up to this many, and up to the longest read.
     /// `None`: what the options say. The options are the lower limit.
     pub gap: Option<u64>,
+    /// Reads of any length end at multiples of this many bytes of the file, and pass none: a multiple of a page. `None`: they
+    /// end anywhere.
+    pub cut: Option<u64>,
 }
 
 impl Facts {
@@ -96,7 +99,7 @@ pub(super) fn facts_of(fd: &OwnedFd, path: &Path) -> Result<Facts> {
         unit,
         ..FileLanes::only(Lane::BUFFERED)
     };
-    Ok(Facts { kind, fs, storage: stat.identity.dev, lanes, parallelism: None, extent: None, gap: None })
+    Ok(Facts { kind, fs, storage: stat.identity.dev, lanes, parallelism: None, extent: None, gap: None, cut: None })
 }
 
 /// The storage below a file of an overlay. Lazily pulled images have layers in another process (FUSE), which fetches

@@ -83,7 +83,7 @@ impl Objects for Files {
     }
 
     fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {
-        let SourceRequest { io, routing, timeline, chosen } = request;
+        let SourceRequest { io, routing, timeline, chosen, .. } = request;
         let router = Router::recorded(self.clone(), *io, routing, timeline.as_ref())?;
         Ok(vec![match routing.cold {
             Cold::Try => LaneSource::of_all(Trial::new(router.late(), router, self, chosen.clone())),

@@ -3,6 +3,7 @@
 
 mod ahead;
 mod cache;
+mod disk_cache;
 mod facts;
 mod file_objects;
 mod files;

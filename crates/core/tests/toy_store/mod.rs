@@ -175,6 +175,7 @@ impl Objects for ToyObjects {
             parallelism: Some(8),
             extent: self.server.extent,
             gap: self.server.gap,
+            cut: None,
         })
     }
 

@@ -90,6 +90,7 @@ fn survey(files: &[File]) -> Survey {
                 parallelism: f.parallelism,
                 extent: None,
                 gap: None,
+                cut: None,
             },
             span: 0..f.nbytes,
             wanted,

@@ -18,6 +18,8 @@ pub struct FileTraits {
     pub extent: Option<u64>,
     /// The gap of this file; [`Limits::gap`] holds where this is `None`.
     pub gap: Option<u64>,
+    /// Reads pass no multiple of this many bytes: see [`Facts::cut`](crate::store::Facts::cut).
+    pub cut: Option<u64>,
     /// Set if short rows of it are read row by row: the page cache of this machine holds all that is wanted. Gaps of at most
     /// so many bytes between them are read.
     pub rows: Option<u64>,

@@ -312,6 +312,9 @@ impl Making<'_> {
                 _ if left < 2 * rules.extent => (at + left / 2).next_multiple_of(step).min(furthest),
                 _ => furthest,
             };
+            if let Some(cut) = rules.cut {
+                past = past.min((at / cut + 1) * cut);
+            }
             let scatters = lane.scatters && (self.into_memory || lane.lands_on_device());
             let mut scatter = rules.scatter.filter(|_| scatters && home.is_none());
             let entries = loop {

@@ -23,6 +23,8 @@ pub(super) struct Rules {
     /// Most bytes of an extent, a multiple of `unit`.
     pub(super) extent: u64,
     pub(super) gap: u64,
+    /// Extents pass no multiple of this.
+    pub(super) cut: Option<u64>,
     pub(super) direct_in_place: bool,
     pub(super) window: Option<u64>,
     pub(super) cold: Lane,
@@ -51,6 +53,7 @@ impl Rules {
             step: if extent >= HUGE_PAGE { HUGE_PAGE } else { PAGE },
             extent: (extent / PAGE * PAGE).max(PAGE),
             gap: traits.gap(limits),
+            cut: None,
             direct_in_place: limits.direct_in_place,
             window: limits.window,
             cold: lane,
@@ -103,6 +106,7 @@ impl Rules {
             },
             extent,
             gap,
+            cut: traits.cut,
             direct_in_place: limits.direct_in_place,
             window: limits.window,
             cold,

@@ -246,6 +246,7 @@ impl Objects for WebObjects {
             parallelism: Some(self.common.settings.connections * READS),
             extent: Some(EXTENT),
             gap: Some(GAP),
+            cut: None,
         })
     }
 

@@ -1,0 +1,354 @@
+//! The blocks that reads of a load wait for: asked of the server, brought by another process, or there already.
+//!
+//! It has no files, no sockets and no clock of its own, so a simulator can use it as it is. A [`Carrier`] does what it says.
+//!
+//! A read lies within one block. The block comes whole into a buffer; every read of it is copied from there. Five rules hold:
+//!
+//! - **Once.** A block that another process brings, or that the disk has, is not asked of the server. One that this process
+//!   brings is claimed first, so that others wait for it.
+//! - **No read waits for a write.** A block that came from the server is copied to its reads at once. The writer gets it too, if
+//!   it has room. Otherwise the block is dropped: its claim ends, so that the process that needs it asks the server.
+//! - **Patience.** A holder that brings nothing for a second is not waited for: the process that needs its blocks asks for
+//!   them, a few at a time, until the holder goes on.
+//! - **A bad disk costs time only.** A block that the disk does not give comes from the server.
+//! - **Buffers come back.** A block has a buffer from its first byte to its last copy. Only the writer may hold it longer.
+
+use crate::error::{Error, ErrorKind};
+use crate::extent::Ticket;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::time::Duration;
+
+/// A holder that brings nothing for so long is not waited for.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
+/// Blocks of such holders that are asked of the server at once.
+pub(crate) const MOST_TAKEN_OVER: usize = 32;
+
+/// A block of a file of the load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct BlockId {
+    pub(crate) file: u32,
+    pub(crate) block: u32,
+}
+
+/// The state of a block outside of this load.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Claimed {
+    /// It is this load's now: the load brings it.
+    Ours,
+    /// The disk has it.
+    There,
+    /// The process with this number brings it.
+    Theirs(u32),
+    /// Nobody brings it. Only an answer to a look: a claim is never refused without a reason.
+    Missing,
+    /// It cannot be claimed: nothing is written here.
+    Unshared,
+}
+
+/// What the flow needs done. None of it blocks.
+pub(crate) trait Carrier {
+    /// Memory for a block. Its clones are the same memory, which is free when the last of them is gone.
+    type Buffer: Clone;
+    /// Claims a block that nobody has.
+    fn claim(&mut self, block: BlockId) -> Claimed;
+    /// Ends a claim of this load. The block is not there.
+    fn release(&mut self, block: BlockId);
+    /// Asks the server for a block. Its first byte is told by [`CacheFlow::arrived`], its end by [`CacheFlow::came`].
+    fn ask(&mut self, block: BlockId);
+    /// The place of a block whose first byte is there.
+    fn land(&mut self, block: BlockId, buffer: &Self::Buffer);
+    /// A free buffer, if there is one.
+    fn buffer(&mut self) -> Option<Self::Buffer>;
+    /// Reads a block from the disk. Its end is told by [`CacheFlow::fetched`].
+    fn fetch(&mut self, block: BlockId, buffer: Self::Buffer);
+    /// Has a block written, which ends the claim. False: there is no room for it, and nothing has happened.
+    fn write(&mut self, block: BlockId, buffer: Self::Buffer) -> bool;
+    /// Copies a read out of its block to its place. The read is done.
+    fn copy(&mut self, read: Ticket, buffer: &Self::Buffer);
+    /// A read without a place has arrived.
+    fn arrive(&mut self, read: Ticket);
+    /// A read has failed.
+    fn fail(&mut self, read: Ticket, error: Error);
+}
+
+/// How far a block has come.
+#[derive(Debug)]
+enum Bringing<B> {
+    /// Asked of the server, under a claim of this load (`ours`) or without one.
+    Asked { ours: bool },
+    /// Its first byte is there, and it waits for a buffer.
+    Arrived { ours: bool },
+    /// It comes into this buffer.
+    Landing { ours: bool, buffer: B },
+    /// Another process brings it, which this load has known since then.
+    Theirs { holder: u32, since: Duration },
+    /// The disk has it, and it waits for a buffer.
+    There,
+    /// It is read from the disk.
+    Fetching { buffer: B },
+    /// All of it is in this buffer.
+    Here { buffer: B },
+}
+
+/// A read that waits for a block.
+#[derive(Debug)]
+struct Waiter {
+    read: Ticket,
+    has_place: bool,
+    /// It has been told that its block is here.
+    told: bool,
+}
+
+#[derive(Debug)]
+struct AwaitedBlock<B> {
+    stage: Bringing<B>,
+    /// It has been asked for without a claim, because its holder brought nothing.
+    taken_over: bool,
+    reads: Vec<Waiter>,
+}
+
+/// The blocks that a load waits for.
+#[derive(Debug)]
+pub(crate) struct CacheFlow<C: Carrier> {
+    blocks: BTreeMap<BlockId, AwaitedBlock<C::Buffer>>,
+    /// The block of each read.
+    of_read: HashMap<Ticket, BlockId>,
+    /// Blocks that wait for a buffer.
+    wait: VecDeque<BlockId>,
+    /// When a block of each holder came last.
+    progress: HashMap<u32, Duration>,
+    /// Blocks that are asked for in place of their holders.
+    taken_over: usize,
+    cancelled: bool,
+}
+
+impl<C: Carrier> CacheFlow<C> {
+    /// No blocks.
+    pub(crate) fn new() -> Self {
+        let (blocks, of_read, wait, progress) = (BTreeMap::new(), HashMap::new(), VecDeque::new(), HashMap::new());
+        CacheFlow { blocks, of_read, wait, progress, taken_over: 0, cancelled: false }
+    }
+
+    /// Reads that have not ended.
+    pub(crate) fn reads(&self) -> usize {
+        self.of_read.len()
+    }
+
+    /// The block of a read that has not ended.
+    pub(crate) fn block_of(&self, read: Ticket) -> Option<BlockId> {
+        self.of_read.get(&read).copied()
+    }
+
+    /// The blocks that other processes bring, in order.
+    pub(crate) fn theirs(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let theirs = |known: &AwaitedBlock<_>| matches!(known.stage, Bringing::Theirs { .. });
+        self.blocks.iter().filter(move |(_, known)| theirs(known)).map(|(block, _)| *block)
+    }
+
+    /// A read of a block.
+    pub(crate) fn submit(&mut self, now: Duration, read: Ticket, block: BlockId, has_place: bool, carrier: &mut C) {
+        if self.cancelled {
+            return carrier.fail(read, given_up());
+        }
+        self.of_read.insert(read, block);
+        if !self.blocks.contains_key(&block) {
+            let stage = self.begin(now, block, carrier);
+            self.blocks.insert(block, AwaitedBlock { stage, taken_over: false, reads: Vec::new() });
+        }
+        if let Some(known) = self.blocks.get_mut(&block) {
+            known.reads.push(Waiter { read, has_place, told: false });
+        }
+        self.serve(block, carrier);
+        self.give_buffers(carrier);
+    }
+
+    /// Claims a block, and asks for it if that is for this load to do.
+    fn begin(&mut self, now: Duration, block: BlockId, carrier: &mut C) -> Bringing<C::Buffer> {
+        match carrier.claim(block) {
+            Claimed::There => {
+                self.wait.push_back(block);
+                Bringing::There
+            }
+            Claimed::Theirs(holder) => Bringing::Theirs { holder, since: now },
+            claimed => {
+                carrier.ask(block);
+                Bringing::Asked { ours: claimed == Claimed::Ours }
+            }
+        }
+    }
+
+    /// The first byte of a block is there.
+    pub(crate) fn arrived(&mut self, block: BlockId, carrier: &mut C) {
+        let Some(known) = self.blocks.get_mut(&block) else { return };
+        if let Bringing::Asked { ours } = known.stage {
+            known.stage = Bringing::Arrived { ours };
+            self.wait.push_back(block);
+            self.give_buffers(carrier);
+        }
+    }
+
+    /// A block has come from the server, or has failed.
+    pub(crate) fn came(&mut self, block: BlockId, outcome: Result<(), Error>, carrier: &mut C) {
+        let Some(mut known) = self.blocks.remove(&block) else { return };
+        self.taken_over -= usize::from(std::mem::take(&mut known.taken_over));
+        let (ours, buffer) = match known.stage {
+            Bringing::Landing { ours, buffer } => (ours, Some(buffer)),
+            Bringing::Asked { ours } | Bringing::Arrived { ours } => (ours, None),
+            _ => (false, None),
+        };
+        let error = match (outcome, buffer) {
+            (Ok(()), Some(buffer)) => {
+                if !carrier.write(block, buffer.clone()) && ours {
+                    carrier.release(block);
+                }
+                self.blocks.insert(block, AwaitedBlock { stage: Bringing::Here { buffer }, ..known });
+                return self.serve(block, carrier);
+            }
+            (Ok(()), None) => Error::new(ErrorKind::Internal, "a block came without a place; please report this"),
+            (Err(error), _) => error,
+        };
+        if ours {
+            carrier.release(block);
+        }
+        self.wait.retain(|waiting| *waiting != block);
+        for Waiter { read, .. } in known.reads {
+            self.of_read.remove(&read);
+            carrier.fail(read, error.clone());
+        }
+    }
+
+    /// A block has been read from the disk, or could not be: then the server is asked.
+    pub(crate) fn fetched(&mut self, block: BlockId, is_read: bool, carrier: &mut C) {
+        let Some(known) = self.blocks.get_mut(&block) else { return };
+        let Bringing::Fetching { buffer } = &known.stage else { return };
+        if is_read {
+            known.stage = Bringing::Here { buffer: buffer.clone() };
+            return self.serve(block, carrier);
+        }
+        known.stage = Bringing::Asked { ours: false };
+        carrier.ask(block);
+    }
+
+    /// The state of a block that another process brings, as it is now.
+    pub(crate) fn seen(&mut self, now: Duration, block: BlockId, state: Claimed, carrier: &mut C) {
+        let Some(known) = self.blocks.get_mut(&block) else { return };
+        let Bringing::Theirs { holder, .. } = known.stage else { return };
+        match state {
+            Claimed::Theirs(other) if other == holder => {}
+            Claimed::Theirs(other) => known.stage = Bringing::Theirs { holder: other, since: now },
+            Claimed::There => {
+                known.stage = Bringing::There;
+                self.progress.insert(holder, now);
+                self.wait.push_back(block);
+                self.give_buffers(carrier);
+            }
+            Claimed::Ours | Claimed::Missing | Claimed::Unshared => {
+                // Its holder is gone, or has dropped it.
+                let stage = self.begin(now, block, carrier);
+                if let Some(known) = self.blocks.get_mut(&block) {
+                    known.stage = stage;
+                }
+                self.give_buffers(carrier);
+            }
+        }
+    }
+
+    /// Time has passed: the blocks of holders that bring nothing are asked of the server.
+    pub(crate) fn tick(&mut self, now: Duration, carrier: &mut C) {
+        for (&block, known) in &mut self.blocks {
+            if self.taken_over >= MOST_TAKEN_OVER {
+                break;
+            }
+            let Bringing::Theirs { holder, since } = known.stage else { continue };
+            let last = self.progress.get(&holder).copied().unwrap_or_default().max(since);
+            if now.saturating_sub(last) >= PATIENCE {
+                (known.stage, known.taken_over) = (Bringing::Asked { ours: false }, true);
+                self.taken_over += 1;
+                carrier.ask(block);
+            }
+        }
+        self.give_buffers(carrier);
+    }
+
+    /// A read that has arrived has its place now.
+    pub(crate) fn landed(&mut self, read: Ticket, carrier: &mut C) {
+        let Some(block) = self.block_of(read) else { return };
+        let waiter = self.blocks.get_mut(&block).and_then(|known| known.reads.iter_mut().find(|one| one.read == read));
+        if let Some(waiter) = waiter {
+            waiter.has_place = true;
+            self.copy(block, carrier);
+            self.give_buffers(carrier);
+        }
+    }
+
+    /// Gives buffers to blocks that wait for one.
+    pub(crate) fn give_buffers(&mut self, carrier: &mut C) {
+        while let Some(&block) = self.wait.front() {
+            let Some(known) = self.blocks.get_mut(&block) else {
+                self.wait.pop_front();
+                continue;
+            };
+            let Some(buffer) = carrier.buffer() else { return };
+            self.wait.pop_front();
+            match known.stage {
+                Bringing::Arrived { ours } => {
+                    carrier.land(block, &buffer);
+                    known.stage = Bringing::Landing { ours, buffer };
+                }
+                Bringing::There => {
+                    known.stage = Bringing::Fetching { buffer: buffer.clone() };
+                    carrier.fetch(block, buffer);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Tells the reads of a block that is here: those with a place have it, the others may ask for one.
+    fn serve(&mut self, block: BlockId, carrier: &mut C) {
+        let known = self.blocks.get_mut(&block);
+        let Some(AwaitedBlock { stage: Bringing::Here { .. }, reads, .. }) = known else { return };
+        for waiter in reads.iter_mut().filter(|waiter| !waiter.has_place && !waiter.told) {
+            waiter.told = true;
+            carrier.arrive(waiter.read);
+        }
+        self.copy(block, carrier);
+    }
+
+    /// Copies a block that is here to the reads that have their place.
+    fn copy(&mut self, block: BlockId, carrier: &mut C) {
+        let Some(known) = self.blocks.get_mut(&block) else { return };
+        let Bringing::Here { buffer } = &known.stage else { return };
+        known.reads.retain(|waiter| {
+            if waiter.has_place {
+                self.of_read.remove(&waiter.read);
+                carrier.copy(waiter.read, buffer);
+            }
+            !waiter.has_place
+        });
+        if known.reads.is_empty() {
+            self.blocks.remove(&block);
+        }
+    }
+
+    /// Every read is given up. Claims end.
+    pub(crate) fn cancel(&mut self, carrier: &mut C) {
+        self.cancelled = true;
+        for (block, known) in std::mem::take(&mut self.blocks) {
+            let ours = match known.stage {
+                Bringing::Asked { ours } | Bringing::Arrived { ours } | Bringing::Landing { ours, .. } => ours,
+                _ => false,
+            };
+            if ours {
+                carrier.release(block);
+            }
+            known.reads.into_iter().for_each(|waiter| carrier.fail(waiter.read, given_up()));
+        }
+        self.wait.clear();
+        self.of_read.clear();
+    }
+}
+
+fn given_up() -> Error {
+    Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read")
+}
