@@ -3,6 +3,8 @@
 
 mod ahead;
 mod cache;
+// Its store is being built.
+#[allow(dead_code, unused_imports)]
 mod disk_cache;
 mod facts;
 mod file_objects;
@@ -36,6 +38,7 @@ mod watch;
 pub use ahead::stop_reading_ahead;
 pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
+pub use disk_cache::{CacheFolder, DiskCacheSettings, EntryInfo, Prune, Pruned};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
 pub(crate) use file_objects::local_files;

@@ -1,3 +1,34 @@
-//! The disk cache: objects of servers that were received once are kept in a folder of a local disk.
+//! The files of the disk cache: objects of servers, in blocks, in a folder of a local disk that all processes of a node share
+//! without a server.
+//!
+//! ```text
+//! FOLDER/penstock-disk-cache      the marker: the version of this format; its bytes carry the locks of making and removing
+//! FOLDER/objects/xx/ID.data       a sparse file of the object's size, with the blocks that came at their offsets
+//! FOLDER/objects/xx/ID.map        the object's header, and the state and CRC32C of each block; its bytes carry the claims
+//! FOLDER/names/xx/KEY             the version that a location had last
+//! FOLDER/lists/KEY                the last listing of a location
+//! ```
+//!
+//! A block is there or not. A process writes its bytes first and its state afterwards. So a process that is killed leaves no
+//! block that is there in part. [`CacheEntry::sync`] marks blocks as synced after an `fdatasync` of their bytes. Other blocks
+//! count only until the next boot. So a loss of power leaves none either.
 
+mod access;
+mod directory;
+mod entry;
 pub(crate) mod flow;
+mod folder;
+mod key;
+mod lock;
+mod map;
+mod room;
+
+pub(crate) use entry::{BlockState, CacheEntry};
+pub use folder::{CacheFolder, DiskCacheSettings};
+pub(crate) use key::CacheKey;
+pub(crate) use map::BLOCK;
+pub use room::{EntryInfo, Prune, Pruned};
+
+#[cfg(not(loom))]
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,663 @@
+//! One object in the cache: its data file, and its map.
+
+use super::directory::{refused, Directory, PART};
+use super::lock::{held, retried, try_lock, unlock, unlock_all, LockKind};
+use super::map::{blocks, boot_tag, random, slots, MapHeader, Slot, BLOCK, MOST_BYTES, MOST_HEADER, SLOT};
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::PAGE;
+use crate::store::facts::facts_of;
+use crate::sync::{lock, Mutex};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
+
+/// The byte whose lock is held, shared, by each open entry. The bytes below it are the blocks'.
+const OPEN: u64 = 1 << 40;
+/// Slots that are read at once.
+const MANY: u32 = 8192;
+
+/// Whether a block is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockState {
+    /// Its bytes are in the data file.
+    There,
+    /// They are not, and nobody is known to bring them.
+    Missing,
+    /// This number's entry is bringing them. 0: it has not said its number yet.
+    Claimed(u32),
+}
+
+/// An object in the cache, open. As long as it is, nobody removes it.
+///
+/// A forked child cannot use its parent's. Its claims stay until the last child is gone that has the descriptors, if the parent
+/// is killed. If the parent drops it, they end at once.
+#[derive(Debug)]
+pub(crate) struct CacheEntry {
+    data_path: PathBuf,
+    map_path: PathBuf,
+    map: File,
+    data: File,
+    /// The data file past the page cache, once it was opened; `None`: that was refused.
+    direct: OnceLock<Option<File>>,
+    direct_failed: AtomicBool,
+    header: MapHeader,
+    /// Where the slots begin.
+    first_slot: u64,
+    writable: bool,
+    number: u32,
+    /// The blocks that are claimed here.
+    claims: Mutex<BTreeSet<u32>>,
+    process: u32,
+}
+
+/// The outcome of opening an entry.
+#[derive(Debug)]
+pub(super) enum Opened {
+    /// It is open.
+    Entry(Box<CacheEntry>),
+    /// It is not there.
+    Nothing,
+    /// It is not whole, and can be replaced; why.
+    Leftover(String),
+}
+
+/// The names of an object's files.
+pub(super) fn data_name(id: &str) -> String {
+    format!("{id}.data")
+}
+
+/// The name of an object's map.
+pub(super) fn map_name(id: &str) -> String {
+    format!("{id}.map")
+}
+
+/// The map in an open file; or why it is none.
+pub(super) fn header_of(map: &File) -> io::Result<Result<(MapHeader, u64), &'static str>> {
+    let mut bytes = vec![0; MOST_HEADER as usize];
+    let mut got = 0;
+    // A header of less than a page is the rule.
+    for wanted in [PAGE as usize, MOST_HEADER as usize] {
+        got += read_up_to(map, &mut bytes[got..wanted], got as u64)?;
+        if let Ok(found) = MapHeader::parse(&bytes[..got]) {
+            return Ok(Ok(found));
+        }
+    }
+    Ok(MapHeader::parse(&bytes[..got]))
+}
+
+fn read_up_to(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < into.len() {
+        match file.read_at(&mut into[done..], at + done as u64) {
+            Ok(0) => break,
+            Ok(count) => done += count,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(done)
+}
+
+/// Whether an entry of this map is open anywhere.
+pub(super) fn is_open(map: &File) -> io::Result<bool> {
+    Ok(held(map, OPEN..OPEN + 1)?.is_some())
+}
+
+/// Keeps others from opening an entry of this map, which must be open for writing; false: somebody has it open.
+pub(super) fn close_to_others(map: &File) -> io::Result<bool> {
+    try_lock(map, LockKind::Exclusive, OPEN..OPEN + 1)
+}
+
+impl CacheEntry {
+    /// Opens the entry of this name. Its use is recorded if it may be written.
+    pub(super) fn open(folder: &Directory, id: &str, write: bool) -> Result<Opened> {
+        let map_path = folder.path().join(map_name(id));
+        let failed = |e: io::Error| Error::io("open the map", &e).at(&map_path);
+        // An entry that is being removed is locked, and a moment later it has no name.
+        let map = retried(|| {
+            let Some((map, _, writable)) = folder.open(&map_name(id), write)? else { return Ok(Some(None)) };
+            if !try_lock(&map, LockKind::Shared, OPEN..OPEN + 1).map_err(failed)? {
+                return Ok(None);
+            }
+            let found = map.metadata().map_err(failed)?;
+            Ok::<_, Error>((found.nlink() > 0).then_some(Some((map, found.len(), writable))))
+        })?;
+        let Some(map) = map else {
+            let stopped = "another process has been removing it for 1 s";
+            return Err(Error::new(ErrorKind::Timeout, format!("cannot open the map: {stopped}")).at(&map_path));
+        };
+        let Some((map, length, writable)) = map else { return Ok(Opened::Nothing) };
+        let (header, first_slot) = match header_of(&map).map_err(failed)? {
+            Ok(found) => found,
+            Err(why) => return Ok(Opened::Leftover(why.to_owned())),
+        };
+        if length != first_slot + u64::from(blocks(header.size)) * SLOT {
+            return Ok(Opened::Leftover("the map has another size than its blocks".to_owned()));
+        }
+        let (data, found, also) = match folder.open(&data_name(id), writable)? {
+            Some(data) => data,
+            None => return Ok(Opened::Leftover("the map has no data".to_owned())),
+        };
+        if found.len() != header.size {
+            return Ok(Opened::Leftover(format!("the data file has {} bytes, not {}", found.len(), header.size)));
+        }
+        let entry = CacheEntry {
+            data_path: folder.path().join(data_name(id)),
+            map_path,
+            map,
+            data,
+            direct: OnceLock::new(),
+            direct_failed: AtomicBool::new(false),
+            header,
+            first_slot,
+            writable: writable && also,
+            number: random(),
+            claims: Mutex::default(),
+            process: std::process::id(),
+        };
+        entry.touch();
+        Ok(Opened::Entry(Box::new(entry)))
+    }
+
+    /// Makes the files of an entry. The caller holds its lock of making, and has removed leftovers.
+    pub(super) fn make(folder: &Directory, id: &str, header: &MapHeader) -> Result<()> {
+        let (data, map, part) = (data_name(id), map_name(id), format!("{}{PART}", map_name(id)));
+        let path = folder.path().join(&data);
+        if header.size > MOST_BYTES {
+            let most = format!("the disk cache takes objects of up to {MOST_BYTES} bytes");
+            return Err(Error::new(ErrorKind::Unsupported, most).with_values(MOST_BYTES, header.size).at(path));
+        }
+        let long = || Error::new(ErrorKind::Unsupported, "the address and the version are too long for the disk cache");
+        let bytes = header.encode().ok_or_else(long)?;
+        check_limit(header.size).map_err(|e| Error::write("set the size (ftruncate)", &e).at(&path))?;
+        let made = || {
+            folder.make(&data)?.set_len(header.size)?;
+            let file = folder.make(&part)?;
+            let size = bytes.len() as u64 + u64::from(blocks(header.size)) * SLOT;
+            file.set_len(size)?;
+            reserve(&file, size)?;
+            file.write_all_at(&bytes, 0)?;
+            folder.rename(&part, &map)
+        };
+        made().map_err(|e| {
+            for name in [&part, &data] {
+                let _left_behind = folder.remove(name);
+            }
+            Error::write("make a file of the disk cache", &e).at(&path)
+        })
+    }
+
+    /// Records that it is used now.
+    fn touch(&self) {
+        if self.writable {
+            // SAFETY: a descriptor that is held here; no times means now.
+            let _not_recorded = unsafe { libc::futimens(self.map.as_raw_fd(), std::ptr::null()) };
+        }
+    }
+
+    pub(super) fn header(&self) -> &MapHeader {
+        &self.header
+    }
+
+    /// Bytes of the object.
+    pub(crate) fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    /// The version of the object.
+    pub(crate) fn version(&self) -> &str {
+        &self.header.version
+    }
+
+    /// Blocks of the object.
+    pub(crate) fn blocks(&self) -> u32 {
+        blocks(self.header.size)
+    }
+
+    /// The bytes of a block in the object.
+    pub(crate) fn range(&self, block: u32) -> Range<u64> {
+        let start = u64::from(block) * BLOCK;
+        start.min(self.header.size)..(start + BLOCK).min(self.header.size)
+    }
+
+    /// The blocks that have bytes of this range.
+    pub(crate) fn blocks_of(&self, range: Range<u64>) -> Range<u32> {
+        let end = range.end.min(self.header.size);
+        if range.start >= end {
+            return 0..0;
+        }
+        (range.start / BLOCK) as u32..blocks(end)
+    }
+
+    /// The data file.
+    pub(crate) fn data_path(&self) -> &Path {
+        &self.data_path
+    }
+
+    /// The data file, for reads through the page cache.
+    pub(crate) fn file(&self) -> &File {
+        &self.data
+    }
+
+    /// Whether blocks can be claimed and written.
+    pub(crate) fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// The number of this entry in claims. Each open entry has its own.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Whether all blocks are there.
+    pub(crate) fn is_complete(&self) -> Result<bool> {
+        let mut complete = true;
+        self.each_slot(0..self.blocks(), |_, slot| {
+            complete &= slot.crc().is_some();
+            complete
+        })?;
+        Ok(complete)
+    }
+
+    /// The bytes that are there, in order; neighbours are one range.
+    pub(crate) fn there(&self) -> Result<Vec<Range<u64>>> {
+        let mut found: Vec<Range<u64>> = Vec::new();
+        self.each_slot(0..self.blocks(), |block, slot| {
+            if slot.crc().is_some() {
+                let range = self.range(block);
+                match found.last_mut().filter(|last| last.end == range.start) {
+                    Some(last) => last.end = range.end,
+                    None => found.push(range),
+                }
+            }
+            true
+        })?;
+        Ok(found)
+    }
+
+    /// The state of a block. A claim whose lock is gone is none.
+    pub(crate) fn state(&self, block: u32) -> Result<BlockState> {
+        Ok(self.states(block..block + 1)?[0])
+    }
+
+    /// The states of blocks.
+    pub(crate) fn states(&self, run: Range<u32>) -> Result<Vec<BlockState>> {
+        let claims = lock(&self.claims);
+        self.states_beside(&claims, run)
+    }
+
+    fn states_beside(&self, claims: &BTreeSet<u32>, run: Range<u32>) -> Result<Vec<BlockState>> {
+        self.check(&run)?;
+        let mut states = Vec::with_capacity(run.len());
+        self.each_slot(run.clone(), |block, slot| {
+            states.push(match slot {
+                Slot::Written(_) | Slot::Synced(_) => BlockState::There,
+                _ if claims.contains(&block) => BlockState::Claimed(self.number),
+                Slot::Claimed(holder) => BlockState::Claimed(holder),
+                Slot::Missing => BlockState::Missing,
+            });
+            true
+        })?;
+        // Claims of others count as far as their locks go.
+        let mut at = run.start;
+        while at < run.end {
+            let state = |block: u32| states[(block - run.start) as usize];
+            let is_foreign = |block: &u32| matches!(state(*block), BlockState::Claimed(by) if by != self.number);
+            let Some(start) = (at..run.end).find(is_foreign) else { break };
+            let end = (start..run.end).find(|block| !is_foreign(block)).unwrap_or(run.end);
+            let locked = self.locked(start..end)?;
+            for block in (start..end).filter(|block| !locked.iter().any(|range| range.contains(block))) {
+                states[(block - run.start) as usize] = BlockState::Missing;
+            }
+            at = end;
+        }
+        Ok(states)
+    }
+
+    /// The blocks among these whose locks others hold.
+    fn locked(&self, run: Range<u32>) -> Result<Vec<Range<u32>>> {
+        let mut found = Vec::new();
+        let mut rest = vec![run];
+        while let Some(run) = rest.pop().filter(|run| !run.is_empty()) {
+            if let Some(range) = held(&self.map, u64::from(run.start)..u64::from(run.end))
+                .map_err(|e| self.failed("ask for locks", &e))?
+            {
+                let range = range.start as u32..range.end as u32;
+                rest.extend([run.start..range.start, range.end..run.end].into_iter().filter(|run| !run.is_empty()));
+                found.push(range);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Claims a block that is missing: then it returns `Claimed` with this entry's number. Other blocks stay as they are, and so
+    /// do all of a cache that is read-only.
+    pub(crate) fn claim(&self, block: u32) -> Result<BlockState> {
+        Ok(self.claim_run(block..block + 1)?[0])
+    }
+
+    /// Claims the blocks of a run that are missing. Returns the states of all.
+    pub(crate) fn claim_run(&self, run: Range<u32>) -> Result<Vec<BlockState>> {
+        let mut claims = lock(&self.claims);
+        let mut states = self.states_beside(&claims, run.clone())?;
+        if !self.writable {
+            return Ok(states);
+        }
+        let is_missing =
+            |states: &[BlockState], block: u32| states[(block - run.start) as usize] == BlockState::Missing;
+        let mut at = run.start;
+        while let Some(start) = (at..run.end).find(|block| is_missing(&states, *block)) {
+            at = (start..run.end).find(|block| !is_missing(&states, *block)).unwrap_or(run.end);
+            let place = (start - run.start) as usize..(at - run.start) as usize;
+            self.take(&mut claims, start..at, &mut states[place])?;
+        }
+        Ok(states)
+    }
+
+    /// Claims these missing blocks, as far as nobody else has done so meanwhile.
+    fn take(&self, claims: &mut BTreeSet<u32>, run: Range<u32>, states: &mut [BlockState]) -> Result<()> {
+        let mut rest = vec![run.clone()];
+        while let Some(part) = rest.pop() {
+            let bytes = u64::from(part.start)..u64::from(part.end);
+            if try_lock(&self.map, LockKind::Exclusive, bytes.clone()).map_err(|e| self.failed("lock blocks", &e))? {
+                // Some may have come since the slots were read.
+                let mut is_there = Vec::with_capacity(part.len());
+                self.each_slot(part.clone(), |_, slot| {
+                    is_there.push(slot.crc().is_some());
+                    true
+                })?;
+                let mut free = Vec::with_capacity(part.len());
+                for (block, is_there) in part.clone().zip(is_there) {
+                    let state = &mut states[(block - run.start) as usize];
+                    if is_there {
+                        unlock(&self.map, u64::from(block)..u64::from(block) + 1);
+                        *state = BlockState::There;
+                    } else {
+                        claims.insert(block);
+                        *state = BlockState::Claimed(self.number);
+                        free.push(block);
+                    }
+                }
+                for run in free.chunk_by(|one, next| one + 1 == *next) {
+                    let slots = Slot::Claimed(self.number).encode(boot_tag()).repeat(run.len());
+                    if let Err(e) = self.map.write_all_at(&slots, self.slot_at(run[0])) {
+                        free.iter().for_each(|block| self.end_claim(claims, *block));
+                        return Err(Error::write("claim blocks", &e).at(&self.map_path));
+                    }
+                }
+            } else if let Some(range) = held(&self.map, bytes).map_err(|e| self.failed("ask for locks", &e))? {
+                let other = range.start as u32..range.end as u32;
+                for (block, now) in other.clone().zip(self.states_beside(claims, other.clone())?) {
+                    // The holder has the lock and has not written its number.
+                    let now = if now == BlockState::Missing { BlockState::Claimed(0) } else { now };
+                    states[(block - run.start) as usize] = now;
+                }
+                rest.extend([part.start..other.start, other.end..part.end].into_iter().filter(|run| !run.is_empty()));
+            } else {
+                rest.push(part);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the claim of a block, if it is this entry's: another one can claim it at once.
+    pub(crate) fn release(&self, block: u32) {
+        if self.process == std::process::id() {
+            self.end_claim(&mut lock(&self.claims), block);
+        }
+    }
+
+    /// Ends all claims.
+    pub(crate) fn release_all(&self) {
+        if self.process == std::process::id() {
+            let mut claims = lock(&self.claims);
+            for block in std::mem::take(&mut *claims) {
+                unlock(&self.map, u64::from(block)..u64::from(block) + 1);
+            }
+        }
+    }
+
+    /// The slot stays: a claim without a lock is none. To write the slot could undo the write of another process.
+    fn end_claim(&self, claims: &mut BTreeSet<u32>, block: u32) {
+        if claims.remove(&block) {
+            unlock(&self.map, u64::from(block)..u64::from(block) + 1);
+        }
+    }
+
+    /// Writes the bytes of a block, which are all of them, and ends the claim, even if it fails. The block need not be claimed.
+    /// One that is there stays as it is.
+    ///
+    /// # Errors
+    /// `NoSpace`, `Write`: the block is missing. `Permission`: the cache is read-only.
+    pub(crate) fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
+        self.check(&(block..block + 1))?;
+        let written = self.write_block(block, bytes);
+        self.end_claim(&mut lock(&self.claims), block);
+        written
+    }
+
+    fn write_block(&self, block: u32, bytes: &[u8]) -> Result<()> {
+        let range = self.range(block);
+        if !self.writable {
+            return Err(refused("it is read-only").at(&self.data_path));
+        }
+        if bytes.len() as u64 != range.end - range.start {
+            let e = Error::new(ErrorKind::Internal, "a block is written with another size than it has");
+            return Err(e.with_values(range.end - range.start, bytes.len() as u64).at(&self.data_path).range(range));
+        }
+        if self.slot(block)?.crc().is_some() {
+            return Ok(());
+        }
+        let crc = crc32c::crc32c(bytes);
+        let failed = |e: io::Error| Error::write("write a block", &e).at(&self.data_path).range(range.clone());
+        check_limit(range.end).map_err(failed)?;
+        self.write_data(bytes, range.start).map_err(failed)?;
+        self.set(block, Slot::Written(crc))
+    }
+
+    fn write_data(&self, bytes: &[u8], at: u64) -> io::Result<()> {
+        // The end of the last block would be written as a whole page, past the end of the file.
+        let aligned = bytes.len() as u64 % PAGE == 0 && bytes.as_ptr().addr() as u64 % PAGE == 0;
+        if aligned && !self.direct_failed.load(Ordering::Relaxed) {
+            if let Some(direct) = self.direct.get_or_init(|| self.open_direct()) {
+                match direct.write_all_at(bytes, at) {
+                    Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+                        self.direct_failed.store(true, Ordering::Relaxed);
+                    }
+                    written => return written,
+                }
+            }
+        }
+        self.data.write_all_at(bytes, at)
+    }
+
+    /// The data file past the page cache, if its file system has that for whole pages.
+    fn open_direct(&self) -> Option<File> {
+        let own = OwnedFd::from(self.data.try_clone().ok()?);
+        let unit = facts_of(&own, &self.data_path).ok()?.lanes.unit?;
+        let flags = libc::O_DIRECT | libc::O_NOFOLLOW;
+        let direct = File::options().write(true).custom_flags(flags).open(&self.data_path).ok()?;
+        let (one, other) = (direct.metadata().ok()?, self.data.metadata().ok()?);
+        (unit <= PAGE && (one.dev(), one.ino()) == (other.dev(), other.ino())).then_some(direct)
+    }
+
+    /// Waits until the bytes of all written blocks are on the disk, whoever wrote them, and marks these blocks. Returns how
+    /// many it marked.
+    ///
+    /// # Errors
+    /// The file system lost bytes: all blocks that were not synced are missing from now on.
+    pub(crate) fn sync(&self) -> Result<u64> {
+        self.check(&(0..0))?;
+        if !self.writable {
+            return Ok(0);
+        }
+        let mut written = Vec::new();
+        self.each_slot(0..self.blocks(), |block, slot| {
+            if matches!(slot, Slot::Written(_)) {
+                written.push((block, slot));
+            }
+            true
+        })?;
+        if written.is_empty() {
+            return Ok(0);
+        }
+        let synced = self.data.sync_data();
+        let mut count = 0;
+        for run in written.chunk_by(|one, next| one.0 + 1 == next.0) {
+            let mut now = Vec::with_capacity(run.len());
+            self.each_slot(run[0].0..run[0].0 + run.len() as u32, |_, slot| {
+                now.push(slot);
+                true
+            })?;
+            let same: Vec<_> =
+                run.iter().zip(now).filter(|(before, now)| before.1 == *now).map(|(one, _)| *one).collect();
+            for run in same.chunk_by(|one, next| one.0 + 1 == next.0) {
+                let slots: Vec<u8> = run
+                    .iter()
+                    .flat_map(|(_, slot)| match (slot, &synced) {
+                        (Slot::Written(crc), Ok(())) => Slot::Synced(*crc).encode(boot_tag()),
+                        // After an error the kernel takes the bytes for written, and drops them.
+                        _ => Slot::Missing.encode(boot_tag()),
+                    })
+                    .collect();
+                let failed = |e: io::Error| Error::write("mark blocks", &e).at(&self.map_path);
+                self.map.write_all_at(&slots, self.slot_at(run[0].0)).map_err(failed)?;
+                count += run.len() as u64;
+            }
+        }
+        synced.map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.data_path))?;
+        Ok(count)
+    }
+
+    /// Reads these bytes through the page cache. The caller knows that their blocks are there.
+    pub(crate) fn read(&self, range: Range<u64>, into: &mut [u8]) -> Result<()> {
+        debug_assert_eq!(range.end - range.start, into.len() as u64);
+        let failed = |e: Error| e.at(&self.data_path).range(range.clone());
+        match read_up_to(&self.data, into, range.start) {
+            Ok(got) if got == into.len() => Ok(()),
+            Ok(got) => Err(failed(
+                Error::new(ErrorKind::Truncated, "the data file ends before these bytes")
+                    .with_values(into.len() as u64, got as u64),
+            )),
+            Err(e) => Err(failed(Error::io("read", &e))),
+        }
+    }
+
+    /// Whether a block's bytes on the disk have its CRC32C, or it is not there.
+    pub(crate) fn verify(&self, block: u32) -> Result<bool> {
+        self.check(&(block..block + 1))?;
+        let range = self.range(block);
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        let Some(crc) = self.slot(block)?.crc() else { return Ok(true) };
+        self.read(range, &mut bytes)?;
+        Ok(crc32c::crc32c(&bytes) == crc)
+    }
+
+    /// Whether these bytes, which are all of a block, have its CRC32C, or it is not there.
+    pub(crate) fn verify_bytes(&self, block: u32, bytes: &[u8]) -> Result<bool> {
+        self.check(&(block..block + 1))?;
+        Ok(self.slot(block)?.crc().is_none_or(|crc| crc == crc32c::crc32c(bytes)))
+    }
+
+    /// Makes a block missing.
+    pub(crate) fn forget(&self, block: u32) -> Result<()> {
+        self.check(&(block..block + 1))?;
+        if !self.writable {
+            return Err(refused("it is read-only").at(&self.map_path));
+        }
+        self.set(block, Slot::Missing)
+    }
+
+    /// Checks that these are blocks of the object, and that this process opened it.
+    fn check(&self, run: &Range<u32>) -> Result<()> {
+        if self.process != std::process::id() {
+            return Err(Error::new(ErrorKind::Forked, "a forked child cannot use its parent's part of the disk cache")
+                .at(&self.map_path));
+        }
+        if run.start > run.end || run.end > self.blocks() {
+            let e = Error::new(ErrorKind::Internal, "blocks that the object does not have");
+            return Err(e.with_values(u64::from(self.blocks()), u64::from(run.end)).at(&self.map_path));
+        }
+        Ok(())
+    }
+
+    fn failed(&self, doing: &str, cause: &io::Error) -> Error {
+        Error::io(doing, cause).at(&self.map_path)
+    }
+
+    fn slot_at(&self, block: u32) -> u64 {
+        self.first_slot + u64::from(block) * SLOT
+    }
+
+    fn slot(&self, block: u32) -> Result<Slot> {
+        let mut found = Slot::Missing;
+        self.each_slot(block..block + 1, |_, slot| {
+            found = slot;
+            true
+        })?;
+        Ok(found)
+    }
+
+    fn set(&self, block: u32, slot: Slot) -> Result<()> {
+        let failed = |e: io::Error| Error::write("write the state of a block", &e).at(&self.map_path);
+        self.map.write_all_at(&slot.encode(boot_tag()), self.slot_at(block)).map_err(failed)
+    }
+
+    /// Gives the slots of a run to `each`, until it returns false.
+    fn each_slot(&self, run: Range<u32>, mut each: impl FnMut(u32, Slot) -> bool) -> Result<()> {
+        let mut bytes = vec![0; run.len().min(MANY as usize) * SLOT as usize];
+        let mut at = run.start;
+        while at < run.end {
+            let count = (run.end - at).min(MANY);
+            let part = &mut bytes[..count as usize * SLOT as usize];
+            // A map that was cut has no blocks behind its end.
+            let got = read_up_to(&self.map, part, self.slot_at(at)).map_err(|e| self.failed("read the map", &e))?;
+            part[got / SLOT as usize * SLOT as usize..].fill(0);
+            for (block, slot) in (at..).zip(slots(part, boot_tag())) {
+                if !each(block, slot) {
+                    return Ok(());
+                }
+            }
+            at += count;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for CacheEntry {
+    fn drop(&mut self) {
+        // A forked child may have the open file for long.
+        if self.process == std::process::id() {
+            unlock_all(&self.map);
+        }
+    }
+}
+
+/// A limit of this process on the size of files. To exceed it is a signal that ends the process.
+fn check_limit(size: u64) -> io::Result<()> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: one structure is written.
+    let asked = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    if asked == 0 && limit.rlim_cur != libc::RLIM_INFINITY && size > limit.rlim_cur {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
+    Ok(())
+}
+
+/// Reserves the room of a map: later no disk is too full for a slot.
+fn reserve(file: &File, size: u64) -> io::Result<()> {
+    // SAFETY: a plain system call on a descriptor of ours.
+    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, size as i64) } == 0 {
+        return Ok(());
+    }
+    match io::Error::last_os_error() {
+        e if matches!(e.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG | libc::EIO)) => Err(e),
+        _ => Ok(()),
+    }
+}

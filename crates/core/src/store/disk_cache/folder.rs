@@ -1,0 +1,355 @@
+//! The cache's folder: who may use it, and the way from a location to its entry.
+
+use super::access::Access;
+use super::directory::{refused, set_mode, Directory, PART};
+use super::entry::{close_to_others, data_name, map_name, CacheEntry, Opened};
+use super::key::{lock_byte, object_id, CacheKey};
+use super::lock::{retried, ByteLock, PATIENCE};
+use super::map::{MapHeader, FORMAT};
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::facts::{facts_of, FsKind};
+use serde_json::{json, Value};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+/// The file that says that a folder is a cache, and in which format.
+const MARKER: &str = "penstock-disk-cache";
+/// Its first line, before the number of the format.
+const MARKED: &str = "penstock disk cache, format ";
+/// The folder of entries.
+pub(super) const OBJECTS: &str = "objects";
+/// The folder of versions.
+pub(super) const NAMES: &str = "names";
+/// The folder of listings.
+pub(super) const LISTS: &str = "lists";
+/// Bytes of the longest version that is kept, with its address.
+const MOST_NAME: u64 = 64 << 10;
+/// Bytes of the longest listing that is kept.
+const MOST_LIST: u64 = 16 << 20;
+
+/// The settings of a disk cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DiskCacheSettings {
+    /// The folder, which is made if its parent is there.
+    pub folder: PathBuf,
+    /// Most bytes of all data files. `None`: no limit.
+    pub size: Option<u64>,
+    /// Bytes of the file system that stay free. `None`: the smaller of 10% of it and 20 GiB.
+    pub free: Option<u64>,
+    /// The folder's group may write.
+    pub shared: bool,
+    /// Loads compare the blocks that they take with their CRC32C.
+    pub verify: bool,
+    /// Blocks that found no room to be written are received again afterwards.
+    pub refetch: bool,
+}
+
+/// The folder of a disk cache, open.
+#[derive(Debug)]
+pub struct CacheFolder {
+    pub(super) root: Directory,
+    pub(super) settings: DiskCacheSettings,
+    writable: bool,
+    private: bool,
+}
+
+impl CacheFolder {
+    /// Opens the folder, and makes it if it is not there. A folder that this process cannot write is a read-only cache.
+    ///
+    /// # Errors
+    /// `Permission`: others may write to it, or it is another user's. `Unsupported`: a network file system, or another format.
+    /// `Invalid`: there are other files in it.
+    pub fn open(settings: &DiskCacheSettings) -> Result<Arc<CacheFolder>> {
+        let path = std::path::absolute(&settings.folder).map_err(|e| Error::io("find", &e).at(&settings.folder))?;
+        let failed = |e: Error| e.at(&path);
+        let file = opened(&path, settings.shared).map_err(failed)?;
+        let found = file.metadata().map_err(|e| failed(Error::io("stat", &e)))?;
+        let access = match settings.shared {
+            false => Access::own(),
+            true => Access::shared(&found).map_err(|why| failed(refused(&why)))?,
+        };
+        let root = Directory::new(file, path.clone(), access)?;
+        let marker = match marked(&root)? {
+            Some(marker) => Some(marker),
+            None if root.is_writable() => Some(mark(&root)?),
+            None => None,
+        };
+        let mut writable = false;
+        if let Some((marker, may_write)) = marker {
+            let local = marker.try_clone().map_err(|e| failed(Error::io("duplicate a descriptor", &e)))?;
+            let facts = facts_of(&OwnedFd::from(local), &path.join(MARKER))?;
+            if facts.kind == FsKind::Network {
+                let why = format!(
+                    "its file system ({}) is on the network or of another process, and has no locks that all nodes see",
+                    facts.fs
+                );
+                return Err(Error::new(ErrorKind::Unsupported, format!("the disk cache refuses it: {why}")).at(&path));
+            }
+            writable = may_write && root.is_writable();
+        }
+        for name in [OBJECTS, NAMES, LISTS] {
+            let folder = root.folder(name, writable)?;
+            writable &= folder.is_some_and(|folder| folder.is_writable());
+        }
+        let private = access.is_private(&found);
+        Ok(Arc::new(CacheFolder { root, settings: settings.clone(), writable, private }))
+    }
+
+    /// The absolute path.
+    pub fn path(&self) -> &Path {
+        self.root.path()
+    }
+
+    /// Whether this process may write to it.
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
+    /// Whether this user and root alone may write to it.
+    pub fn is_private(&self) -> bool {
+        self.private
+    }
+
+    /// The version and the size that a location had last.
+    pub(crate) fn known(&self, key: &CacheKey) -> Result<Option<(String, u64)>> {
+        let name = key.name();
+        match self.below(NAMES, &name, false)? {
+            Some(folder) => version_in(&folder, &name),
+            None => Ok(None),
+        }
+    }
+
+    /// Records the version and the size of a location.
+    pub(crate) fn note(&self, key: &CacheKey, version: &str, size: u64) -> Result<()> {
+        if self.known(key)?.is_some_and(|known| known == (version.to_owned(), size)) {
+            return Ok(());
+        }
+        let bytes = json!({"address": key.shown, "version": version, "size": size}).to_string();
+        if bytes.len() as u64 > MOST_NAME {
+            return Ok(());
+        }
+        let name = key.name();
+        match self.below(NAMES, &name, self.writable)? {
+            Some(folder) if self.writable => self.replace(&folder, &name, bytes.as_bytes()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Records a listing.
+    pub(crate) fn note_list(&self, key: &CacheKey, names: &[String]) -> Result<()> {
+        let bytes = json!({"address": key.shown, "names": names}).to_string();
+        let Some(folder) = self.root.folder(LISTS, false)?.filter(|_| self.writable) else { return Ok(()) };
+        if bytes.len() as u64 > MOST_LIST
+            || folder.read(&key.name(), MOST_LIST)?.is_some_and(|old| old == bytes.as_bytes())
+        {
+            return Ok(());
+        }
+        self.replace(&folder, &key.name(), bytes.as_bytes())
+    }
+
+    /// The last listing.
+    pub(crate) fn list(&self, key: &CacheKey) -> Result<Option<Vec<String>>> {
+        let Some(folder) = self.root.folder(LISTS, false)? else { return Ok(None) };
+        let Some(bytes) = folder.read(&key.name(), MOST_LIST)? else { return Ok(None) };
+        Ok(listed(&bytes))
+    }
+
+    /// The entry of an object, opened; `None`: it is not there. The use is recorded.
+    pub(crate) fn find(&self, key: &CacheKey, version: &str, size: u64) -> Result<Option<Arc<CacheEntry>>> {
+        let id = object_id(&key.hash, version, size);
+        let Some(folder) = self.below(OBJECTS, &id, false)? else { return Ok(None) };
+        match CacheEntry::open(&folder, &id, self.writable)? {
+            Opened::Entry(entry) if is_of(&entry, key, version, size) => Ok(Some(Arc::from(entry))),
+            _ => Ok(None),
+        }
+    }
+
+    /// The entry of an object, opened, and made if it is not there.
+    ///
+    /// # Errors
+    /// `Permission`: it is not there, and the cache is read-only. `NoSpace`. `Timeout`: another process is making it, and is
+    /// stopped. `Unsupported`: the cache takes no such object.
+    pub(crate) fn find_or_make(&self, key: &CacheKey, version: &str, size: u64) -> Result<Arc<CacheEntry>> {
+        if let Some(entry) = self.find(key, version, size)? {
+            return Ok(entry);
+        }
+        let id = object_id(&key.hash, version, size);
+        let path = || self.root.path().join(OBJECTS).join(&id[..2]).join(map_name(&id));
+        let folder = self.below(OBJECTS, &id, self.writable)?.filter(|_| self.writable);
+        let folder = folder.ok_or_else(|| refused("the cache is read-only, and has no such object").at(path()))?;
+        let _making = self.hold(&id)?.ok_or_else(|| {
+            let stopped = format!("another process has been making it for {} s", PATIENCE.as_secs());
+            Error::new(ErrorKind::Timeout, stopped).at(path())
+        })?;
+        match CacheEntry::open(&folder, &id, true)? {
+            Opened::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
+            Opened::Nothing => {}
+            Opened::Entry(_) | Opened::Leftover(_) => {}
+        }
+        if !remove(&folder, &id)? {
+            return Err(refused("its files are not whole, and another process has them open").at(path()));
+        }
+        let (address, version) = (key.shown.clone(), version.to_owned());
+        CacheEntry::make(&folder, &id, &MapHeader { key: key.hash, size, address, version, made: SystemTime::now() })?;
+        // Eviction takes the lock of making too: it cannot have removed the entry.
+        match CacheEntry::open(&folder, &id, true)? {
+            Opened::Entry(entry) => Ok(Arc::from(entry)),
+            other => {
+                Err(Error::new(ErrorKind::Internal, format!("a new entry of the disk cache is gone: {other:?}"))
+                    .at(path()))
+            }
+        }
+    }
+
+    /// The folder of files with this name, below one of the cache's folders.
+    pub(super) fn below(&self, folder: &str, name: &str, make: bool) -> Result<Option<Directory>> {
+        match self.root.folder(folder, false)? {
+            Some(folder) => folder.folder(&name[..2], make),
+            None => Ok(None),
+        }
+    }
+
+    /// The lock of making and removing the files of this hexadecimal name; `None`: another process holds it for long.
+    pub(super) fn hold(&self, name: &str) -> Result<Option<ByteLock>> {
+        self.hold_byte(lock_byte(name), true)
+    }
+
+    /// A lock on a byte of the marker. With `wait` it is tried for as long as [`PATIENCE`].
+    pub(super) fn hold_byte(&self, byte: u64, wait: bool) -> Result<Option<ByteLock>> {
+        let failed = |e: io::Error| Error::io("lock", &e).at(self.root.path().join(MARKER));
+        let attempt = || {
+            // Two threads of this process must exclude each other too: each opens the file by itself.
+            let Some((marker, _, true)) = self.root.open(MARKER, true)? else {
+                return Err(refused("its marker is gone").at(self.root.path().join(MARKER)));
+            };
+            ByteLock::take(marker, byte).map_err(failed)
+        };
+        if wait {
+            retried(attempt)
+        } else {
+            attempt()
+        }
+    }
+
+    fn replace(&self, folder: &Directory, name: &str, bytes: &[u8]) -> Result<()> {
+        match self.hold(name)? {
+            Some(_writing) => folder.replace(name, bytes),
+            // Another process writes the same at this moment.
+            None => Ok(()),
+        }
+    }
+}
+
+fn is_of(entry: &CacheEntry, key: &CacheKey, version: &str, size: u64) -> bool {
+    let header = entry.header();
+    header.key == key.hash && header.version == version && header.size == size
+}
+
+/// Removes the files of an entry, and their leftovers; false: somebody has it open. The caller holds its lock of making.
+pub(super) fn remove(folder: &Directory, id: &str) -> Result<bool> {
+    let (data, map) = (data_name(id), map_name(id));
+    let failed = |e: io::Error| Error::write("remove", &e).at(folder.path().join(&map));
+    let open = folder.open(&map, true)?;
+    if let Some((map, _, writable)) = &open {
+        if !writable || !close_to_others(map).map_err(failed)? {
+            return Ok(false);
+        }
+    }
+    for name in [&map, &data, &format!("{map}{PART}")] {
+        folder.remove(name).map_err(failed)?;
+    }
+    Ok(true)
+}
+
+/// The version and the size in the file of `names` with this name.
+pub(super) fn version_in(folder: &Directory, name: &str) -> Result<Option<(String, u64)>> {
+    Ok(folder.read(name, MOST_NAME)?.as_deref().and_then(named))
+}
+
+/// The version and the size in the bytes of such a file.
+fn named(bytes: &[u8]) -> Option<(String, u64)> {
+    let json: Value = serde_json::from_slice(bytes).ok()?;
+    Some((json["version"].as_str()?.to_owned(), json["size"].as_u64()?))
+}
+
+/// The names in a file of `lists`.
+fn listed(bytes: &[u8]) -> Option<Vec<String>> {
+    let json: Value = serde_json::from_slice(bytes).ok()?;
+    json["names"].as_array()?.iter().map(|name| name.as_str().map(str::to_owned)).collect()
+}
+
+/// The folder, made if it is not there.
+fn opened(path: &Path, shared: bool) -> Result<File> {
+    match Directory::at(path) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        opened => return opened.map_err(|e| Error::io("open the folder", &e)),
+    }
+    let failed = |e: io::Error| Error::write("make the folder", &e);
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent).map_err(failed)?;
+    }
+    let mode = if shared { 0o2770 } else { 0o700 };
+    match std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700).create(path) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed(e)),
+        made => {
+            let file = Directory::at(path).map_err(failed)?;
+            if made.is_ok() {
+                set_mode(&file, mode).map_err(failed)?;
+            }
+            Ok(file)
+        }
+    }
+}
+
+/// The marker of a cache of this format, and whether it may be written; `None`: the folder is empty.
+fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
+    let path = root.path().join(MARKER);
+    if let Some((marker, _, writable)) = root.open(MARKER, true)? {
+        let bytes = root.read(MARKER, 4096)?.unwrap_or_default();
+        let format = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_prefix(MARKED)).map(str::trim_end);
+        return match format {
+            Some(format) if format == FORMAT.to_string() => Ok(Some((marker, writable))),
+            Some(format) => {
+                let why = format!("the disk cache in it has format {format}, and this version of penstock has {FORMAT}: name another folder, or empty this one");
+                Err(Error::new(ErrorKind::Unsupported, why).at(path))
+            }
+            None => Err(Error::invalid("the disk cache refuses it: it is no marker of a disk cache").at(path)),
+        };
+    }
+    // A disk of its own has `lost+found`. Another process may be making the marker.
+    let is_other = |name: &String| name != "lost+found" && *name != format!("{MARKER}{PART}");
+    match root.names()?.into_iter().find(is_other) {
+        None => Ok(None),
+        Some(name) => {
+            let why = format!("the folder is no disk cache and not empty: {name:?} is in it");
+            Err(Error::invalid(format!("the disk cache refuses it: {why}")).at(root.path()))
+        }
+    }
+}
+
+/// Makes the marker. Processes that do so at once wait for each other.
+fn mark(root: &Directory) -> Result<(File, bool)> {
+    let path = root.path();
+    let own = Directory::at(path).map_err(|e| Error::io("open the folder", &e).at(path))?;
+    let attempt = || {
+        // SAFETY: a plain system call on a descriptor that is held here.
+        match unsafe { libc::flock(own.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
+            0 => Ok(Some(())),
+            _ => match io::Error::last_os_error() {
+                e if e.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(None),
+                e => Err(Error::io("lock the folder", &e).at(path)),
+            },
+        }
+    };
+    if retried(attempt)?.is_none() {
+        return Err(Error::new(ErrorKind::Timeout, "another process has been making the disk cache for 1 s").at(path));
+    }
+    if marked(root)?.is_none() {
+        root.replace(MARKER, format!("{MARKED}{FORMAT}\n").as_bytes())?;
+    }
+    marked(root)?.ok_or_else(|| Error::new(ErrorKind::Internal, "the marker of the disk cache is gone").at(path))
+}

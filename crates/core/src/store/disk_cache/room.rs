@@ -1,0 +1,301 @@
+//! Room on the disk: eviction of the entries that were used least recently, the list of entries, and leftovers.
+
+use super::directory::{Directory, PART};
+use super::entry::{data_name, header_of, is_open, map_name};
+use super::folder::{remove, version_in, CacheFolder, LISTS, NAMES, OBJECTS};
+use super::key::{is_object_id, lock_byte, object_id};
+use super::map::{blocks, boot_tag, slots, BLOCK, SLOT};
+use crate::error::{Error, Result};
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+/// The byte of the marker whose holder evicts. Those of entries are smaller.
+const EVICTING: u64 = 1 << 62;
+/// The most bytes that stay free without a setting.
+const FREE: u64 = 20 << 30;
+
+/// An entry of the cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EntryInfo {
+    /// The name of its files.
+    pub id: String,
+    /// The address as people see it.
+    pub address: String,
+    /// The version of the object.
+    pub version: String,
+    /// Bytes of the object.
+    pub size: u64,
+    /// Bytes that are there.
+    pub there: u64,
+    /// Bytes on the disk.
+    pub disk: u64,
+    /// When it was last used.
+    pub used: SystemTime,
+    /// Somebody has it open.
+    pub open: bool,
+    /// The data file.
+    pub path: PathBuf,
+}
+
+/// The entries that [`CacheFolder::prune`] removes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Prune {
+    /// All.
+    All,
+    /// The ones that were used least recently, until the others have at most so many bytes.
+    ToSize(u64),
+    /// The ones that were not used for so long.
+    OlderThan(Duration),
+    /// The ones whose address begins so.
+    Prefix(String),
+}
+
+/// The result of [`CacheFolder::prune`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pruned {
+    /// Entries that were removed.
+    pub entries: u64,
+    /// Their bytes on the disk.
+    pub bytes: u64,
+    /// Entries that stay because somebody has them open.
+    pub open: u64,
+}
+
+/// An entry as eviction sees it.
+#[derive(Debug)]
+struct Candidate {
+    id: String,
+    used: SystemTime,
+    disk: u64,
+}
+
+impl CacheFolder {
+    /// Evicts entries until so many bytes more fit; false: they do not.
+    pub(crate) fn make_room(&self, bytes: u64) -> Result<bool> {
+        if !self.is_writable() {
+            return Ok(false);
+        }
+        let (total, free) = self.space()?;
+        let keep = self.settings.free.unwrap_or((total / 10).min(FREE));
+        let mut lacking = bytes.saturating_add(keep).saturating_sub(free);
+        if let Some(most) = self.settings.size {
+            if bytes > most {
+                return Ok(false);
+            }
+            let used: u64 = self.candidates()?.iter().map(|one| one.disk).sum();
+            lacking = lacking.max(used.saturating_add(bytes).saturating_sub(most));
+        }
+        if lacking == 0 {
+            return Ok(true);
+        }
+        // Two that evict at once would evict twice as much.
+        let Some(_evicting) = self.hold_byte(EVICTING, true)? else { return Ok(false) };
+        self.remove_leftovers()?;
+        for one in self.candidates()? {
+            if lacking == 0 {
+                break;
+            }
+            if self.evict(&one.id)? {
+                lacking = lacking.saturating_sub(one.disk);
+            }
+        }
+        Ok(lacking == 0)
+    }
+
+    /// The entries, in the order of their last use.
+    pub fn entries(&self) -> Result<Vec<EntryInfo>> {
+        let mut found = Vec::new();
+        self.each_folder(OBJECTS, |folder| {
+            for id in ids(&folder.names()?) {
+                found.extend(described(folder, &id)?);
+            }
+            Ok(())
+        })?;
+        found.sort_by(|one, other| (one.used, &one.id).cmp(&(other.used, &other.id)));
+        Ok(found)
+    }
+
+    /// Removes entries that nobody has open, and leftovers.
+    pub fn prune(&self, how: &Prune) -> Result<Pruned> {
+        let mut pruned = Pruned::default();
+        if !self.is_writable() {
+            return Err(Error::permission("the disk cache is read-only").at(self.path()));
+        }
+        self.remove_leftovers()?;
+        let entries = self.entries()?;
+        let mut used: u64 = entries.iter().map(|entry| entry.disk).sum();
+        let now = SystemTime::now();
+        for entry in entries {
+            let chosen = match how {
+                Prune::All => true,
+                Prune::ToSize(most) => used > *most,
+                Prune::OlderThan(age) => now.duration_since(entry.used).is_ok_and(|unused| unused >= *age),
+                Prune::Prefix(start) => entry.address.starts_with(start),
+            };
+            if chosen && self.evict(&entry.id)? {
+                used -= entry.disk;
+                pruned.entries += 1;
+                pruned.bytes += entry.disk;
+            } else if chosen {
+                pruned.open += 1;
+            }
+        }
+        self.forget_names(how)?;
+        Ok(pruned)
+    }
+
+    /// Removes an entry; false: somebody has it open or makes it.
+    fn evict(&self, id: &str) -> Result<bool> {
+        let Some(_removing) = self.hold_byte(lock_byte(id), false)? else { return Ok(false) };
+        match self.below(OBJECTS, id, false)? {
+            Some(folder) => remove(&folder, id),
+            None => Ok(false),
+        }
+    }
+
+    /// The entries with a map and data, least recently used first.
+    fn candidates(&self) -> Result<Vec<Candidate>> {
+        let mut found = Vec::new();
+        self.each_folder(OBJECTS, |folder| {
+            for id in ids(&folder.names()?) {
+                let Some((_, map, _)) = folder.open(&map_name(&id), false)? else { continue };
+                let Some((_, data, _)) = folder.open(&data_name(&id), false)? else { continue };
+                let used = map.modified().unwrap_or(SystemTime::UNIX_EPOCH);
+                found.push(Candidate { id, used, disk: data.blocks() * 512 });
+            }
+            Ok(())
+        })?;
+        found.sort_by(|one, other| (one.used, &one.id).cmp(&(other.used, &other.id)));
+        Ok(found)
+    }
+
+    /// Removes files that belong to no whole entry and that nobody is making.
+    fn remove_leftovers(&self) -> Result<()> {
+        self.each_folder(OBJECTS, |folder| {
+            let names = folder.names()?;
+            let ids: BTreeSet<String> =
+                names.iter().filter_map(|name| Some(name.split_once('.')?.0.to_owned())).collect();
+            for id in ids.into_iter().filter(|id| is_object_id(id)) {
+                if described(folder, &id)?.is_some() && !names.contains(&format!("{}{PART}", map_name(&id))) {
+                    continue;
+                }
+                let Some(_removing) = self.hold_byte(lock_byte(&id), false)? else { continue };
+                if described(folder, &id)?.is_none() {
+                    remove(folder, &id)?;
+                } else {
+                    let part = format!("{}{PART}", map_name(&id));
+                    folder.remove(&part).map_err(|e| Error::write("remove", &e).at(folder.path().join(&part)))?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Removes versions whose entry is gone, and with [`Prune::All`] the listings.
+    fn forget_names(&self, how: &Prune) -> Result<()> {
+        self.each_folder(NAMES, |folder| {
+            for name in folder.names()? {
+                if !self.names_an_entry(folder, &name)? {
+                    self.remove_small(folder, &name)?;
+                }
+            }
+            Ok(())
+        })?;
+        if let Some(lists) = self.root.folder(LISTS, false)?.filter(|_| *how == Prune::All) {
+            for name in lists.names()? {
+                self.remove_small(&lists, &name)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn remove_small(&self, folder: &Directory, name: &str) -> Result<()> {
+        let Some(_removing) = self.hold_byte(lock_byte(name), false)? else { return Ok(()) };
+        folder.remove(name).map(drop).map_err(|e| Error::write("remove", &e).at(folder.path().join(name)))
+    }
+
+    fn names_an_entry(&self, folder: &Directory, name: &str) -> Result<bool> {
+        let Some((version, size)) = version_in(folder, name)? else { return Ok(false) };
+        let mut key = [0; 32];
+        for (at, byte) in key.iter_mut().enumerate() {
+            match name.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
+                Some(value) => *byte = value,
+                None => return Ok(false),
+            }
+        }
+        let id = object_id(&key, &version, size);
+        match self.below(OBJECTS, &id, false)? {
+            Some(folder) => Ok(folder.open(&map_name(&id), false)?.is_some()),
+            None => Ok(false),
+        }
+    }
+
+    fn each_folder(&self, name: &str, mut each: impl FnMut(&Directory) -> Result<()>) -> Result<()> {
+        let Some(folder) = self.root.folder(name, false)? else { return Ok(()) };
+        for name in folder.names()? {
+            if let Some(folder) = folder.folder(&name, false)? {
+                each(&folder)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bytes of the file system, and the ones that this user may still write.
+    fn space(&self) -> Result<(u64, u64)> {
+        // SAFETY: all zeros are a valid `statvfs`.
+        let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+        // SAFETY: one structure is written.
+        if unsafe { libc::fstatvfs(self.root.file().as_raw_fd(), &raw mut found) } != 0 {
+            return Err(Error::io("ask for free room", &io::Error::last_os_error()).at(self.path()));
+        }
+        Ok((found.f_blocks.saturating_mul(found.f_frsize), found.f_bavail.saturating_mul(found.f_frsize)))
+    }
+}
+
+/// The names of entries that have a map.
+fn ids(names: &[String]) -> Vec<String> {
+    let id = |name: &String| name.strip_suffix(".map").filter(|id| is_object_id(id)).map(str::to_owned);
+    names.iter().filter_map(id).collect()
+}
+
+/// An entry; `None`: its files are not whole.
+fn described(folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
+    let path = folder.path().join(data_name(id));
+    let Some((map, map_found, _)) = folder.open(&map_name(id), false)? else { return Ok(None) };
+    let Some((_, data_found, _)) = folder.open(&data_name(id), false)? else { return Ok(None) };
+    let failed = |e: io::Error| Error::io("read the map", &e).at(folder.path().join(map_name(id)));
+    let Ok((header, first_slot)) = header_of(&map).map_err(failed)? else { return Ok(None) };
+    let count = u64::from(blocks(header.size));
+    let is_whole = map_found.len() == first_slot + count * SLOT && data_found.len() == header.size;
+    if !is_whole || object_id(&header.key, &header.version, header.size) != id {
+        return Ok(None);
+    }
+    let (mut bytes, mut there) = (vec![0; 64 << 10], 0);
+    let mut at = 0;
+    while at < count {
+        let part = (bytes.len() as u64 / SLOT).min(count - at);
+        let read = &mut bytes[..(part * SLOT) as usize];
+        map.read_exact_at(read, first_slot + at * SLOT).map_err(failed)?;
+        for (block, slot) in (at..).zip(slots(read, boot_tag())) {
+            if slot.crc().is_some() {
+                there += BLOCK.min(header.size - block * BLOCK);
+            }
+        }
+        at += part;
+    }
+    Ok(Some(EntryInfo {
+        id: id.to_owned(),
+        address: header.address,
+        version: header.version,
+        size: header.size,
+        there,
+        disk: data_found.blocks() * 512,
+        used: map_found.modified().unwrap_or(SystemTime::UNIX_EPOCH),
+        open: is_open(&map).map_err(failed)?,
+        path,
+    }))
+}
