@@ -125,6 +125,7 @@ PARTS: list[tuple[str, str, Callable[[], str]]] = [
     ("docs/api.md", "settings of web servers", lambda: setting_rows("web")),
     ("docs/api.md", "settings of S3", lambda: setting_rows("s3")),
     ("docs/api.md", "settings of Azure", lambda: setting_rows("azure")),
+    ("docs/api.md", "settings of the disk cache", lambda: setting_rows("cache")),
 ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._checkpoint import Checkpoint, open
 from ._choices import Storage
-from ._core import CacheFill, Options, __version__, release_staging
+from ._core import CacheFill, DiskCache, Options, __version__, release_staging
 from ._errors import (
     AccessError,
     BusyError,
@@ -65,6 +65,7 @@ __all__ = [
     "AccessError",
     "BusyError",
     "CacheFill",
+    "DiskCache",
     "CancelledError",
     "ChangedError",
     "Checkpoint",

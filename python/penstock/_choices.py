@@ -42,6 +42,9 @@ NameMatch = Literal["glob", "exact", "regex"]
 FillState = Literal["running", "finished", "stopped"]
 """`CacheFill.state`."""
 
+CacheState = Literal["running", "finished"]
+"""`DiskCache.state`."""
+
 
 class Storage(TypedDict, total=False):
     """``storage=``: how servers are asked. Files on disks need none of it.
@@ -128,6 +131,30 @@ class Storage(TypedDict, total=False):
     node_folder: str | os.PathLike[str] | None
     """The folder with the locks of ``connections_per_node``: processes with the same one share a budget. Default: a
     folder of this user in /dev/shm, or in /tmp."""
+
+    disk_cache: str | os.PathLike[str] | None
+    """A folder on a local disk that keeps what loads receive from servers: the next start, and other processes of this
+    node, take it from there."""
+
+    disk_cache_size: int | str | None
+    """The most bytes of the disk cache: a number, or a size such as "500GB". Default: no limit."""
+
+    disk_cache_free: int | str | None
+    """Bytes of the file system that the disk cache leaves free. Default: 10% of it, 20 GiB at most."""
+
+    disk_cache_shared: bool | None
+    """True: the group of the folder may write to it, so that several users share it."""
+
+    disk_cache_verify: bool | None
+    """True: what comes from the disk cache is compared with its checksums, and bad bytes are fetched again."""
+
+    disk_cache_dropped: Literal["fetch", "forget"] | None
+    """What becomes of bytes that came faster than the disk took them: "fetch" asks for them again after the load
+    (default), "forget" leaves them to the next load."""
+
+    offline: bool | None
+    """True: no server is asked. What the disk cache has, in the version that it had last, is loaded; all else is an
+    error."""
     # settings: end
 
 

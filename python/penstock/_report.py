@@ -122,6 +122,11 @@ class Report(dict[str, Any]):
         if (fill := get("cache_fill")) is not None:
             text = f"{fill.state}, {size_text(fill.nbytes)} of {size_text(fill.total)} in {time_text(fill.seconds)}"
             line("cache fill", f"{text}: {fill.reason}" if fill.reason else text)
+        if (kept := get("disk_cache")) is not None:
+            text = f"{size_text(kept.cached_bytes)} from it, {size_text(kept.network_bytes)} from servers, "
+            text += f"{size_text(kept.written_bytes)} written"
+            text += f", {size_text(kept.dropped_bytes)} dropped" if kept.dropped_bytes else ""
+            line("disk cache", f"{text}: {kept.reason}" if kept.reason else text)
         for fallback in get("fallbacks", ()):
             line("fell back", f"{fallback.get('from')} -> {fallback.get('to')}: {fallback.get('reason')}")
         if get("copied_through"):
@@ -137,7 +142,7 @@ class Report(dict[str, Any]):
         return f"Report({super().__repr__()})"
 
 
-SOURCES = ("mapped", "buffered", "direct", "network", "rank")
+SOURCES = ("mapped", "buffered", "direct", "network", "disk_cache", "rank")
 """Where bytes come from, in events and metrics."""
 FROM_RANKS = ("rank", "neighbour")
 """The lanes of bytes that other ranks have read: sent through a socket, or taken out of their staging memory."""
@@ -204,7 +209,9 @@ def _merge(key: str, a: Any, b: Any) -> Any:
         return None  # of a part it is not known
     if key in ("network", "exchange") and (a is None or b is None):
         return b or a
-    if key == "cache_fill":  # one after the other: the last one ends last
+    if key == "disk_cache" and a is not None and b is not None:
+        return a + b
+    if key in ("cache_fill", "disk_cache"):  # one after the other: the last one ends last
         return b or a
     if isinstance(a, bool) or not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
         return b if a is None else a

@@ -3,8 +3,9 @@
 use crate::engine::Wait;
 use crate::extent::{ByLane, Lane};
 use crate::fallback::Fallback;
-use crate::store::{CacheFill, Traffic};
+use crate::store::{CacheFill, CacheProgress, Traffic};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Time spent waiting, by cause.
@@ -191,6 +192,8 @@ pub struct Report {
     pub exchange: Option<ExchangeReport>,
     /// The exchange with servers; `None` if no file is on one.
     pub network: Option<Traffic>,
+    /// The work of the disk cache, which goes on after the load; `None` without one.
+    pub disk_cache: Option<Arc<CacheProgress>>,
     /// The stage that limited the load: "source", or "network" if most of its bytes came from servers; "device", "staging",
     /// "consumer", "allocation", or "engine" if the engine hardly waited.
     pub bottleneck: &'static str,

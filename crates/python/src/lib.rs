@@ -9,6 +9,7 @@ mod built;
 mod ceiling;
 mod checkpoint;
 mod credentials;
+mod disk_cache;
 mod dlpack;
 mod errors;
 mod fill;
@@ -38,6 +39,8 @@ mod _core {
     use crate::ceiling::ceiling;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::disk_cache::DiskCache;
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]

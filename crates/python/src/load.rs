@@ -3,6 +3,7 @@
 use crate::checkpoint::Checkpoint;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
 use crate::errors::{detached, interruptibly, raise};
+use crate::disk_cache::DiskCache;
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
 use crate::leased::Leased;
@@ -482,6 +483,7 @@ fn report<'py>(py: Python<'py>, r: &Report, reason: Option<&str>) -> PyResult<Bo
     });
     d.set_item("exchange", exchange.transpose()?)?;
     set_fields!(d, r, bottleneck, cache, cache_reason);
+    d.set_item("disk_cache", r.disk_cache.clone().map(DiskCache::new))?;
     d.set_item("cache_fill", r.cache_fill.clone().map(CacheFill::new))?;
     Ok(d)
 }

@@ -134,6 +134,12 @@ impl Driver {
         report.touched_pages = touches.pages;
         report.touch_calls = touches.calls;
         report.network = self.files.storage.traffic();
+        report.disk_cache = self.files.storage.disk_cache();
+        if let Some(cache) = &report.disk_cache {
+            let brought =
+                (0..).zip(&self.memory.schedule.extents).filter(|(number, _)| self.engine.has_brought(*number));
+            brought.for_each(|(_, e)| cache.has_loaded(e.file, e.bytes_read()));
+        }
         self.transport.tell(report);
         let here = self.cache.routing.here;
         if here {

@@ -12,7 +12,7 @@ const TOLD: Duration = Duration::from_millis(10);
 /// Longer waits are cut to this: a clock cannot count to `Duration::MAX`.
 const LONGEST: Duration = Duration::from_secs(86_400);
 
-/// Ends fills of the page cache (with `reason`), threads that read ahead, open files, leases that hand out nothing more,
+/// Ends fills of the page cache (with `reason`), writes of the disk cache, threads that read ahead, open files, leases that hand out nothing more,
 /// knowledge about servers, and idle staging memory with its registrations. Waits for `patience` at most, and up
 /// to 2 s more for a driver that registers memory. Tells how many bytes were given back.
 ///
@@ -25,6 +25,7 @@ pub fn quiesce(reason: &str, patience: Duration) -> Result<u64> {
     let until = Instant::now() + patience.min(LONGEST);
     let left = || until.saturating_duration_since(Instant::now());
     store::stop_fills(reason, left());
+    store::stop_cache_work(left());
     // A thread is told within its wait.
     store::stop_reading_ahead(left().max(TOLD));
     store::close_kept();

@@ -3,8 +3,7 @@
 
 mod ahead;
 mod cache;
-// Its store is being built.
-#[allow(dead_code, unused_imports)]
+#[cfg_attr(not(feature = "remote"), allow(dead_code, unused_imports))]
 mod disk_cache;
 mod facts;
 mod file_objects;
@@ -38,7 +37,8 @@ mod watch;
 pub use ahead::stop_reading_ahead;
 pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
-pub use disk_cache::{CacheFolder, DiskCacheSettings, EntryInfo, Prune, Pruned};
+pub(crate) use disk_cache::stop_cache_work;
+pub use disk_cache::{CacheFolder, CacheProgress, CacheStatus, DiskCacheSettings, EntryInfo, Prune, Pruned};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
 pub(crate) use file_objects::local_files;
@@ -61,7 +61,7 @@ pub use read_cost::Sample;
 pub(crate) use read_cost::{LONG, LONG_BYTES, SHORT};
 #[cfg(feature = "remote")]
 pub use remote::{
-    unchecked_hosts, Addressing, AzureSettings, Bearer, CredentialSource, GcsSettings, GivenCredentials,
+    unchecked_hosts, Addressing, AzureSettings, Bearer, CacheSettings, CredentialSource, GcsSettings, GivenCredentials,
     GivesCredentials, NodeSettings, ProfileSource, Proxies, S3Settings, Secret, StorageSetting, StorageSettings, Web,
     WebSettings, STORAGE_SETTINGS,
 };

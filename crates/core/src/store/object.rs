@@ -4,6 +4,7 @@
 //! A store is one file: it implements [`Store`] and [`Objects`], brings a [`Source`](crate::source::Source), and is registered for a scheme.
 //! Nothing else in the crate names it. `tests/toy_store` is an example. `tests/toy_wrapper` wraps other stores.
 
+use super::disk_cache::CacheProgress;
 use super::facts::Facts;
 use super::location::Location;
 use super::look::Look;
@@ -265,6 +266,13 @@ pub trait Store: Send + Sync + Debug {
         true
     }
 
+    /// The text that names an object for everybody, whatever credentials they have: the disk cache keeps objects by it. `None`:
+    /// this store has no such names, and nothing of it is cached. Asks nobody.
+    fn identity(&self, at: &Location) -> Option<String> {
+        let _ = at;
+        None
+    }
+
     /// Measures requests for an object, `times` at most: for `penstock doctor`.
     ///
     /// # Errors
@@ -333,6 +341,11 @@ pub trait Objects: Send + Sync + Debug {
 
     /// The traffic with servers so far; `None` for a store that has none.
     fn traffic(&self) -> Option<Traffic> {
+        None
+    }
+
+    /// The work of the disk cache for this load; `None` for a store without one.
+    fn disk_cache(&self) -> Option<Arc<CacheProgress>> {
         None
     }
 

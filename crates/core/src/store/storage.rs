@@ -1,5 +1,6 @@
 //! The files of one load, wherever they are: one set over the stores of a checkpoint.
 
+use super::disk_cache::CacheProgress;
 use super::facts::Facts;
 use super::object::{Object, Objects, Store, Traffic};
 use super::questions::Questions;
@@ -167,6 +168,11 @@ impl Storage {
             all += more;
             all
         })
+    }
+
+    /// The work of the disk cache; `None` where no store has one.
+    pub(crate) fn disk_cache(&self) -> Option<Arc<CacheProgress>> {
+        self.stores.iter().find_map(|objects| objects.disk_cache())
     }
 
     pub(crate) fn may_hang(&self) -> bool {

@@ -1,11 +1,15 @@
 //! The stores of the schemes of addresses.
 
+#[cfg(feature = "remote")]
+use super::disk_cache::{CachedStore, DiskCacheSettings};
 use super::local::Local;
 use super::location::{is_scheme, Location};
 use super::look::Look;
 use super::object::Store;
 #[cfg(feature = "remote")]
-use super::remote::{authorities, certificates, Environment, Provider, StorageSettings, Web, WebSettings};
+use super::remote::{
+    authorities, certificates, CacheSettings, Environment, Provider, StorageSettings, Web, WebSettings,
+};
 use crate::error::{Error, ErrorKind, Result};
 use std::path::Path;
 #[cfg(feature = "remote")]
@@ -160,7 +164,12 @@ fn made(provider: &'static Provider, settings: &StorageSettings) -> Arc<dyn Stor
     if made.len() == MOST {
         made.remove(0);
     }
-    let store: Arc<dyn Store> = Arc::new(Web::of(provider, settings.clone(), environment.clone()));
+    let mut store: Arc<dyn Store> = Arc::new(Web::of(provider, settings.clone(), environment.clone()));
+    let CacheSettings { folder, size, free, shared, verify, forgets, offline } = settings.cache.clone();
+    if let Some(folder) = folder {
+        let cache = DiskCacheSettings { folder, size, free, shared, verify, refetch: !forgets };
+        store = Arc::new(CachedStore::new(store, cache, offline));
+    }
     made.push(MadeStore { scheme, environment, settings: settings.clone(), store: store.clone() });
     store
 }

@@ -139,6 +139,11 @@ impl<C: Carrier> CacheFlow<C> {
         self.of_read.get(&read).copied()
     }
 
+    /// The reads that wait for a block.
+    pub(crate) fn reads_of(&self, block: BlockId) -> impl Iterator<Item = Ticket> + '_ {
+        self.blocks.get(&block).into_iter().flat_map(|known| known.reads.iter().map(|waiter| waiter.read))
+    }
+
     /// The blocks that other processes bring, in order.
     pub(crate) fn theirs(&self) -> impl Iterator<Item = BlockId> + '_ {
         let theirs = |known: &AwaitedBlock<_>| matches!(known.stage, Bringing::Theirs { .. });

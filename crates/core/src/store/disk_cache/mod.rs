@@ -14,20 +14,29 @@
 //! count only until the next boot. So a loss of power leaves none either.
 
 mod access;
+mod crew;
 mod directory;
 mod entry;
-pub(crate) mod flow;
+mod flow;
 mod folder;
 mod key;
 mod lock;
+mod look;
 mod map;
+mod offline;
+mod progress;
 mod room;
+mod source;
+mod store;
 
+pub(crate) use crew::stop_cache_work;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
 pub(crate) use key::CacheKey;
 pub(crate) use map::BLOCK;
+pub use progress::{CacheProgress, CacheStatus};
 pub use room::{EntryInfo, Prune, Pruned};
+pub(crate) use store::CachedStore;
 
 #[cfg(not(loom))]
 #[cfg(test)]

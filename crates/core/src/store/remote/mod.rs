@@ -50,7 +50,7 @@ pub(super) use self::http::tls::{authorities, certificates};
 use self::listing::check_wanted;
 pub(super) use self::provider::Provider;
 pub use self::secret::Secret;
-pub use self::settings::{StorageSetting, StorageSettings, STORAGE_SETTINGS};
+pub use self::settings::{CacheSettings, StorageSetting, StorageSettings, STORAGE_SETTINGS};
 use self::source::{Remote, WebSource};
 use self::transfer::net::Net;
 use self::transfer::range_read::{BodyPlaces, RangeRead, Site};
@@ -195,6 +195,13 @@ impl Store for Web {
         }
         let expected = Expected { object: Some((object.size, object.version.clone())), range };
         fetch(&self.common, self.site(&object.location), expected).map(|fetched| fetched.bytes)
+    }
+
+    fn identity(&self, at: &Location) -> Option<String> {
+        match at {
+            Location::Url(text) => self.requests.identity(text),
+            Location::Path(_) => None,
+        }
     }
 
     fn look(&self, at: &Location, times: usize) -> Result<Look> {

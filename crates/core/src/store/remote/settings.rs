@@ -29,12 +29,33 @@ pub struct StorageSettings {
     pub gcs: GcsSettings,
     /// How Azure Blob Storage is asked.
     pub azure: AzureSettings,
+    /// The disk cache in front of all of them.
+    pub cache: CacheSettings,
 }
 
 impl From<WebSettings> for StorageSettings {
     fn from(web: WebSettings) -> Self {
         StorageSettings { web, ..StorageSettings::default() }
     }
+}
+
+/// The disk cache. Without a folder there is none.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct CacheSettings {
+    /// Its folder.
+    pub folder: Option<PathBuf>,
+    /// Its most bytes.
+    pub size: Option<u64>,
+    /// Bytes of the file system that stay free.
+    pub free: Option<u64>,
+    /// A group may write to it.
+    pub shared: bool,
+    /// What comes from it is compared with its checksums.
+    pub verify: bool,
+    /// Bytes that the disk did not take in time are left to the next load.
+    pub forgets: bool,
+    /// No server is asked.
+    pub offline: bool,
 }
 
 /// One setting, as the table has it.
@@ -300,5 +321,50 @@ settings! {
             let connections = s.web.node.take().map_or(0, |node| node.connections);
             s.web.node = Some(NodeSettings { connections, folder: Some(PathBuf::from(text)) })
         };
+    }
+    cache {
+        /// A folder on a local disk that keeps what loads receive from servers: the next start, and other processes of this
+        /// node, take it from there.
+        ///
+        /// the folder of the [disk cache](guides.md#a-node-that-fetches-a-model-once); made if it is not there. No cache by
+        /// default. On network file systems it is refused, and so is a folder that others may write to
+        disk_cache: Form::File, |s, text| s.cache.folder = Some(PathBuf::from(text));
+
+        /// The most bytes of the disk cache: a number, or a size such as "500GB". Default: no limit.
+        ///
+        /// its most bytes: a number, or `"500GB"`. No limit by default. What was used longest ago goes first, never what
+        /// is open
+        disk_cache_size: Form::Size, |s, text| s.cache.size = Some(size(&text)?);
+
+        /// Bytes of the file system that the disk cache leaves free. Default: 10% of it, 20 GiB at most.
+        ///
+        /// bytes of its file system that stay free. Default: 10%, 20 GiB at most
+        disk_cache_free: Form::Size, |s, text| s.cache.free = Some(size(&text)?);
+
+        /// True: the group of the folder may write to it, so that several users share it.
+        ///
+        /// `True`: the folder's group may write, so that several users share it. `.py` files are not taken from it then
+        disk_cache_shared: Form::Flag, |s, text| s.cache.shared = flag(&text)?;
+
+        /// True: what comes from the disk cache is compared with its checksums, and bad bytes are fetched again.
+        ///
+        /// `True`: blocks are compared with their CRC32C, and bad ones are fetched again. Files are not mapped then
+        disk_cache_verify: Form::Flag, |s, text| s.cache.verify = flag(&text)?;
+
+        /// What becomes of bytes that came faster than the disk took them: "fetch" asks for them again after the load
+        /// (default), "forget" leaves them to the next load.
+        ///
+        /// of bytes that came faster than the disk takes them: `"fetch"` asks for them again after the load (default),
+        /// `"forget"` leaves them to the next load
+        disk_cache_dropped: Form::Choice(&["fetch", "forget"]), |s, text| s.cache.forgets = match &*text {
+            "fetch" => false,
+            "forget" => true,
+            _ => return Err("must be \"fetch\" or \"forget\"".into()),
+        };
+
+        /// True: no server is asked. What the disk cache has, in the version that it had last, is loaded; all else is an error.
+        ///
+        /// `True`: no server is asked: everything comes from the disk cache, in the version that it had last
+        offline: Form::Flag, |s, text| s.cache.offline = flag(&text)?;
     }
 }

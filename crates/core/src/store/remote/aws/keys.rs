@@ -2,7 +2,7 @@
 //! has.
 
 use super::files::{value, Values};
-use super::place::{Profiles, S3Place};
+use super::place::{domain, Profiles, S3Place};
 use super::services::{full, relative, AwsService, Service, TOKEN_FILE};
 use super::settings::S3Settings;
 use crate::error::{Error, ErrorKind, Result};
@@ -92,6 +92,16 @@ impl Finder for Aws {
 }
 
 impl Aws {
+    /// The servers among which a bucket's name is one bucket: an endpoint that somebody names, or a partition of AWS.
+    pub(super) fn realm(&self) -> Option<String> {
+        let place =
+            S3Place::of(&self.settings, &self.environment, &Profiles::read(&self.settings, &self.environment)).ok()?;
+        Some(match &place.endpoint {
+            Some(Address { server, target }) => format!("{}{target}", server.origin()),
+            None => domain(&place.region).to_owned(),
+        })
+    }
+
     fn credential(
         &self,
         common: &Arc<Common>,

@@ -149,7 +149,7 @@ impl Profiles {
     }
 }
 
-fn domain(region: &str) -> &'static str {
+pub(super) fn domain(region: &str) -> &'static str {
     DOMAINS.iter().find(|(start, _)| region.starts_with(start)).map_or("amazonaws.com", |(_, domain)| domain)
 }
 

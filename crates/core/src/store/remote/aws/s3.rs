@@ -167,6 +167,10 @@ impl Requests for S3 {
         })
     }
 
+    fn identity(&self, at: &str) -> Option<String> {
+        Some(format!("{} {at}", self.credentials.finder().realm()?))
+    }
+
     fn learn_region(&self, at: &str, region: &str) {
         parts(at).into_iter().for_each(|(bucket, _)| self.learn(bucket, region));
     }

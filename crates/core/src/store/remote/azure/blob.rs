@@ -2,6 +2,7 @@
 //! container in its query (a service SAS), because what Azure signs in fields has the range, too. With an identity it has a
 //! token that is there already; what has to be asked for is asked for elsewhere (`credentials`).
 
+use super::account::Account;
 use super::keys::{Azure, AzureKey, Credential};
 use super::settings::AzureSettings;
 use crate::error::{Error, ErrorKind, Result};
@@ -45,6 +46,13 @@ impl AzureBlob {
 impl Requests for AzureBlob {
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
         self.credentials.with_key(wake, |key, generation| made(at, key, generation))
+    }
+
+    fn identity(&self, at: &str) -> Option<String> {
+        let Azure { settings, environment } = self.credentials.finder();
+        let Address { server, target } =
+            Account::of(settings, environment).and_then(|account| account.address()).ok()?;
+        Some(format!("{}{target} {at}", server.origin()))
     }
 
     fn renew(&self, _at: &str, generation: u64, refusal: &Refused) -> bool {

@@ -86,6 +86,11 @@ impl Requests for Gcs {
         )
     }
 
+    fn identity(&self, at: &str) -> Option<String> {
+        let Address { server, target } = self.credentials.finder().endpoint().ok()?;
+        Some(format!("{}{target} {at}", server.origin()))
+    }
+
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         list(self, &self.credentials, at, |ask| self.page(ask))
     }

@@ -60,6 +60,13 @@ pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
         e.reworded(|why| format!("{why}: is the address right, and if it is signed, is it still valid?"))
     }
 
+    /// The text that names the object at this address for everybody, whatever credentials and signatures they have. `None`: there
+    /// is none. Asks nobody.
+    fn identity(&self, at: &str) -> Option<String> {
+        let Address { server, target } = Address::parse(at).ok()?;
+        Some(format!("{}{}", server.origin(), without_signature(&target)))
+    }
+
     /// The objects under an address. May block.
     ///
     /// # Errors
@@ -97,6 +104,41 @@ impl Requests for WebRequests {
     fn redirected(&self, to: &Address) -> String {
         let bearer = self.0.as_ref().filter(|bearer| to.server == bearer.server);
         bearer.map_or_else(String::new, |bearer| bearer_field(bearer.token.shown()))
+    }
+}
+
+/// A target without the parameters that sign it, or say how long that is valid.
+fn without_signature(target: &str) -> String {
+    const SIGNING: [&str; 18] = [
+        "signature",
+        "expires",
+        "key-pair-id",
+        "policy",
+        "awsaccesskeyid",
+        "googleaccessid",
+        "sv",
+        "sig",
+        "se",
+        "sp",
+        "st",
+        "spr",
+        "sr",
+        "sip",
+        "skoid",
+        "sktid",
+        "skt",
+        "ske",
+    ];
+    let Some((path, query)) = target.split_once('?') else { return target.to_owned() };
+    let is_left = |pair: &&str| {
+        let name = pair.split('=').next().unwrap_or_default().to_ascii_lowercase();
+        !SIGNING.contains(&&*name) && !name.starts_with("x-amz-") && !name.starts_with("x-goog-")
+    };
+    let left: Vec<&str> = query.split('&').filter(is_left).collect();
+    if left.is_empty() {
+        path.to_owned()
+    } else {
+        format!("{path}?{}", left.join("&"))
     }
 }
 

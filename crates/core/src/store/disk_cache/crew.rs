@@ -1,0 +1,567 @@
+//! The threads that write blocks to the disk cache and read them from there. They live as long as there is something to do, and
+//! longer than the load that asked for it.
+//!
+//! A block that a load waits for is read before others are written. What was written is synced, 64 MiB at a time and at the
+//! end. Blocks that were dropped are asked of the server again when no load runs, if the settings say so.
+
+use super::progress::{CacheProgress, Pending};
+use super::{BlockState, CacheEntry, CacheFolder, BLOCK};
+use crate::error::{Error, ErrorKind, Result};
+use crate::machine::{block_signals, thread_cpu};
+use crate::staging::Lease;
+use crate::store::object::{Object, Store};
+use crate::sync::{lock, Builder, Condvar, Mutex};
+use crate::threads::guarded;
+use crate::wake::Wake;
+use std::collections::VecDeque;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Threads at once. They wait for the disk.
+const MOST_THREADS: usize = 4;
+/// Bytes that are written before they are synced.
+const SYNCED: u64 = 64 << 20;
+/// Bytes for which room is made at once.
+const ROOM: u64 = 256 << 20;
+/// Bytes that are asked of a server again at once.
+const AGAIN: u64 = 8 * BLOCK;
+const STACK: usize = 256 << 10;
+const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
+
+/// Memory of one block.
+pub(super) struct BlockMemory {
+    lease: Lease,
+    /// How many of them its load has.
+    held: Arc<AtomicUsize>,
+    /// Notified when it is free.
+    free: Arc<Wake>,
+    /// Its block was read from the disk.
+    from_disk: AtomicBool,
+}
+
+/// Counts a block that the writer has.
+pub(super) struct InWriter(Arc<AtomicUsize>);
+
+impl InWriter {
+    pub(super) fn of(count: &Arc<AtomicUsize>) -> InWriter {
+        count.fetch_add(1, Ordering::Relaxed);
+        InWriter(count.clone())
+    }
+}
+
+impl Drop for InWriter {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl BlockMemory {
+    pub(super) fn new(lease: Lease, held: &Arc<AtomicUsize>, free: &Arc<Wake>) -> Arc<BlockMemory> {
+        held.fetch_add(1, Ordering::Relaxed);
+        let from_disk = AtomicBool::new(false);
+        Arc::new(BlockMemory { lease, held: held.clone(), free: free.clone(), from_disk })
+    }
+
+    /// Its block comes from the disk, not from the server.
+    pub(super) fn is_from_disk(&self) -> bool {
+        self.from_disk.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn address(&self) -> *mut u8 {
+        self.lease.address()
+    }
+
+    /// Its first `len` bytes.
+    ///
+    /// # Safety
+    /// Nobody writes to it meanwhile.
+    pub(super) unsafe fn bytes(&self, len: usize) -> &[u8] {
+        // SAFETY: the lease has at least a block, and the caller promises the rest.
+        unsafe { std::slice::from_raw_parts(self.address(), len.min(self.lease.len())) }
+    }
+
+    /// The same, to be filled.
+    ///
+    /// # Safety
+    /// Nobody else has it.
+    #[allow(clippy::mut_from_ref)]
+    pub(super) unsafe fn bytes_mut(&self, len: usize) -> &mut [u8] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.address(), len.min(self.lease.len())) }
+    }
+}
+
+impl Drop for BlockMemory {
+    fn drop(&mut self) {
+        self.held.fetch_sub(1, Ordering::Relaxed);
+        // The lease goes after this. The ring notifies its share too.
+        self.free.notify();
+    }
+}
+
+/// An object of a load, with its entry in the cache.
+#[derive(Debug)]
+pub(super) struct CachedFile {
+    pub(super) folder: Arc<CacheFolder>,
+    pub(super) entry: Arc<CacheEntry>,
+    pub(super) object: Object,
+    /// Bytes for which room was made and which were not written yet.
+    room: AtomicU64,
+    /// There is no more room for it.
+    full: AtomicBool,
+    /// Written and not synced.
+    unsynced: AtomicU64,
+    /// Writes in the queue.
+    writes: AtomicUsize,
+}
+
+impl CachedFile {
+    pub(super) fn new(folder: Arc<CacheFolder>, entry: Arc<CacheEntry>, object: Object) -> CachedFile {
+        let (room, unsynced, writes) = (AtomicU64::new(0), AtomicU64::new(0), AtomicUsize::new(0));
+        CachedFile { folder, entry, object, room, full: AtomicBool::new(false), unsynced, writes }
+    }
+
+    /// Whether blocks of it can still be written.
+    pub(super) fn is_writable(&self) -> bool {
+        self.folder.is_writable() && !self.full.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of a block.
+    pub(super) fn block_len(&self, block: u32) -> usize {
+        let range = self.entry.range(block);
+        (range.end - range.start) as usize
+    }
+
+    /// Makes room for one block more.
+    fn make_room(&self) -> Result<()> {
+        let taken = self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |room| room.checked_sub(BLOCK));
+        if taken.is_ok() {
+            return Ok(());
+        }
+        let all = self.entry.size().div_ceil(BLOCK) * BLOCK;
+        for bytes in [ROOM.min(all), BLOCK] {
+            if self.folder.make_room(bytes)? {
+                self.room.fetch_add(bytes - BLOCK, Ordering::Relaxed);
+                return Ok(());
+            }
+        }
+        self.full.store(true, Ordering::Relaxed);
+        Err(Error::new(
+            ErrorKind::Limit,
+            "the disk cache has no room left: disk_cache_size or disk_cache_free is reached",
+        ))
+    }
+
+    /// Reads a block, and compares it with its checksum if the settings say so. One that is bad is missing from now on.
+    fn read(&self, block: u32, into: &mut [u8]) -> Result<()> {
+        self.entry.read(self.entry.range(block), into)?;
+        if self.folder.settings.verify && !self.entry.verify_bytes(block, into)? {
+            self.entry.forget(block)?;
+            return Err(Error::new(ErrorKind::Io, "a block of the disk cache does not have its checksum"));
+        }
+        Ok(())
+    }
+
+    /// Writes a block, which ends its claim.
+    fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
+        let written = self.make_room().and_then(|()| self.entry.write(block, bytes));
+        if written.is_err() {
+            // A disk that is full, or fails, is not tried again for this object.
+            self.full.store(true, Ordering::Relaxed);
+            self.entry.release(block);
+        }
+        written
+    }
+}
+
+/// A block to be written or read.
+struct BlockJob {
+    file: Arc<CachedFile>,
+    block: u32,
+    memory: Arc<BlockMemory>,
+}
+
+/// The bytes of a block that is to be written.
+pub(super) enum BlockBytes {
+    /// A block of a load.
+    Memory(Arc<BlockMemory>, InWriter),
+    /// Of an object that was read whole.
+    Own(Vec<u8>),
+}
+
+struct WriteJob {
+    file: Arc<CachedFile>,
+    block: u32,
+    bytes: BlockBytes,
+}
+
+/// Blocks to be asked of the server again.
+struct AgainJob {
+    file: Arc<CachedFile>,
+    store: Arc<dyn Store>,
+    blocks: VecDeque<u32>,
+    progress: Arc<CacheProgress>,
+    _pending: Pending,
+}
+
+/// Hears once whether a block was read: also if the thread that reads it panics.
+pub(super) struct Told(Option<Box<dyn FnOnce(bool) + Send>>);
+
+impl Told {
+    pub(super) fn new(tell: impl FnOnce(bool) + Send + 'static) -> Told {
+        Told(Some(Box::new(tell)))
+    }
+
+    fn tell(mut self, is_read: bool) {
+        self.0.take().into_iter().for_each(|tell| tell(is_read));
+    }
+}
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        self.0.take().into_iter().for_each(|tell| tell(false));
+    }
+}
+
+enum Job {
+    /// Reads a block, and tells whether that went well.
+    Fetch(BlockJob, Told),
+    Write(WriteJob, Arc<CacheProgress>, Pending),
+    Sync(Arc<CachedFile>, Arc<CacheProgress>, Pending),
+    Again(AgainJob),
+}
+
+#[derive(Default)]
+struct Jobs {
+    fetches: VecDeque<Job>,
+    others: VecDeque<Job>,
+    /// Blocks that were dropped: when no load runs.
+    again: VecDeque<Job>,
+    /// A thread asks for such blocks.
+    asking_again: bool,
+    threads: usize,
+    /// Loads through the cache that run.
+    loads: usize,
+}
+
+/// The threads of this process.
+pub(super) struct Crew {
+    pid: u32,
+    jobs: Mutex<Jobs>,
+    /// A thread has ended a job, or itself.
+    changed: Condvar,
+    /// Blocks are not asked for again now: a load runs.
+    pause: AtomicBool,
+    stop: AtomicBool,
+}
+
+static PROCESS: AtomicPtr<Crew> = AtomicPtr::new(ptr::null_mut());
+
+impl Crew {
+    /// The threads of this process. A forked child has its own.
+    pub(super) fn process() -> &'static Crew {
+        // No lock: another thread of the parent might have held it when the process forked.
+        loop {
+            let current = PROCESS.load(Ordering::Acquire);
+            // SAFETY: null, or leaked below and never freed.
+            if let Some(crew) = unsafe { current.as_ref() }.filter(|crew| crew.pid == std::process::id()) {
+                return crew;
+            }
+            let fresh = Box::into_raw(Box::new(Crew {
+                pid: std::process::id(),
+                jobs: Mutex::default(),
+                changed: Condvar::new(),
+                pause: AtomicBool::new(false),
+                stop: AtomicBool::new(false),
+            }));
+            if PROCESS.compare_exchange(current, fresh, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: made above and published to nobody.
+                drop(unsafe { Box::from_raw(fresh) });
+            }
+        }
+    }
+
+    /// Reads a block into its memory. `told` hears whether that went well.
+    pub(super) fn fetch(&'static self, file: Arc<CachedFile>, block: u32, memory: Arc<BlockMemory>, told: Told) {
+        memory.from_disk.store(true, Ordering::Relaxed);
+        let job = Job::Fetch(BlockJob { file, block, memory }, told);
+        lock(&self.jobs).fetches.push_back(job);
+        self.go_on();
+    }
+
+    /// Writes a block of memory, or these bytes of one.
+    pub(super) fn write(
+        &'static self,
+        file: &Arc<CachedFile>,
+        block: u32,
+        bytes: BlockBytes,
+        progress: &Arc<CacheProgress>,
+    ) {
+        file.writes.fetch_add(1, Ordering::Relaxed);
+        let job = WriteJob { file: file.clone(), block, bytes };
+        let job = Job::Write(job, progress.clone(), progress.pending());
+        lock(&self.jobs).others.push_back(job);
+        self.go_on();
+    }
+
+    /// Asks for blocks again when no load runs.
+    pub(super) fn again(
+        &'static self,
+        file: Arc<CachedFile>,
+        store: Arc<dyn Store>,
+        blocks: Vec<u32>,
+        progress: &Arc<CacheProgress>,
+    ) {
+        let (pending, blocks) = (progress.pending(), blocks.into());
+        let job = AgainJob { file, store, blocks, progress: progress.clone(), _pending: pending };
+        lock(&self.jobs).again.push_back(Job::Again(job));
+        self.go_on();
+    }
+
+    /// A load through the cache begins.
+    pub(super) fn load_begins(&'static self) -> CrewLoad {
+        lock(&self.jobs).loads += 1;
+        self.pause.store(true, Ordering::Relaxed);
+        CrewLoad(self.pid)
+    }
+
+    /// Starts a thread if there is a job for it.
+    fn go_on(&'static self) {
+        let mut jobs = lock(&self.jobs);
+        let waiting = jobs.fetches.len() + jobs.others.len() + usize::from(!jobs.again.is_empty() && jobs.loads == 0);
+        if waiting == 0 || jobs.threads >= MOST_THREADS || self.stop.load(Ordering::Relaxed) {
+            return;
+        }
+        jobs.threads += 1;
+        drop(jobs);
+        let thread = Builder::new().name("penstock-cache".into()).stack_size(STACK);
+        if thread.spawn(move || self.work()).is_err() {
+            let mut jobs = lock(&self.jobs);
+            jobs.threads -= 1;
+            // With no thread at all, nothing is written, and what was to be read comes from the server.
+            if jobs.threads == 0 {
+                let left = jobs.take_all();
+                drop(jobs);
+                left.into_iter().for_each(Job::give_up);
+            }
+        }
+    }
+
+    /// The body of a thread.
+    fn work(&'static self) {
+        block_signals();
+        loop {
+            let job = {
+                let mut jobs = lock(&self.jobs);
+                match jobs.next(self.stop.load(Ordering::Relaxed)) {
+                    Some(job) => job,
+                    None => {
+                        jobs.threads -= 1;
+                        self.changed.notify_all();
+                        return;
+                    }
+                }
+            };
+            let again = matches!(job, Job::Again(_));
+            // A panic costs this job. Its block is not there, and a load that waits for it hears of the failure by its memory.
+            let left = guarded("penstock-cache", || self.perform(job)).unwrap_or_default();
+            let mut jobs = lock(&self.jobs);
+            if again {
+                jobs.asking_again = false;
+            }
+            match left {
+                Some(job @ Job::Again(_)) => jobs.again.push_front(job),
+                Some(job) => jobs.others.push_back(job),
+                None => {}
+            }
+            drop(jobs);
+            self.changed.notify_all();
+        }
+    }
+
+    /// Does a job. Gives what is left of it.
+    fn perform(&self, job: Job) -> Option<Job> {
+        match job {
+            Job::Fetch(BlockJob { file, block, memory }, told) => {
+                // SAFETY: only this thread has the memory until it tells.
+                let into = unsafe { memory.bytes_mut(file.block_len(block)) };
+                let read = file.read(block, into);
+                drop(memory);
+                told.tell(read.is_ok());
+                None
+            }
+            Job::Write(WriteJob { file, block, bytes }, progress, pending) => {
+                let (cpu, len) = (thread_cpu(), file.block_len(block));
+                let written = file.write(
+                    block,
+                    match &bytes {
+                        // SAFETY: the block is complete. Its reads are copied out of it, and nobody writes to it.
+                        BlockBytes::Memory(memory, _) => unsafe { memory.bytes(len) },
+                        BlockBytes::Own(bytes) => bytes,
+                    },
+                );
+                progress.has_written(len as u64, written.as_ref().err(), thread_cpu().saturating_sub(cpu));
+                drop(bytes);
+                let unsynced = file.unsynced.fetch_add(bytes_of(&written, &file, block), Ordering::Relaxed);
+                let last = file.writes.fetch_sub(1, Ordering::Relaxed) == 1;
+                (last || unsynced >= SYNCED).then_some(Job::Sync(file, progress, pending))
+            }
+            Job::Sync(file, progress, _pending) => {
+                if file.unsynced.swap(0, Ordering::Relaxed) > 0 {
+                    let cpu = thread_cpu();
+                    let synced = file.entry.sync();
+                    progress.has_synced(synced.err().as_ref(), thread_cpu().saturating_sub(cpu));
+                }
+                None
+            }
+            Job::Again(job) => self.ask_again(job),
+        }
+    }
+
+    /// Asks for the next blocks that were dropped.
+    fn ask_again(&self, mut job: AgainJob) -> Option<Job> {
+        while let Some(first) = job.blocks.pop_front() {
+            if self.stop.load(Ordering::Relaxed) || !job.file.is_writable() {
+                return None;
+            }
+            if self.pause.load(Ordering::Relaxed) {
+                job.blocks.push_front(first);
+                return Some(Job::Again(job));
+            }
+            let mut past = first + 1;
+            while job.blocks.front() == Some(&past) && u64::from(past + 1 - first) * BLOCK <= AGAIN {
+                job.blocks.pop_front();
+                past += 1;
+            }
+            if let Err(e) = ask(&job, first, past) {
+                job.progress.has_failed(&e);
+                return None;
+            }
+        }
+        let AgainJob { file, progress, _pending, .. } = job;
+        Some(Job::Sync(file, progress, _pending))
+    }
+
+    /// Ends all work, and waits at most so long for the threads. Blocks that were to be written are dropped.
+    pub(super) fn stop(&self, patience: Duration) {
+        self.stop.store(true, Ordering::Relaxed);
+        let left = lock(&self.jobs).take_all();
+        left.into_iter().for_each(Job::give_up);
+        let until = Instant::now() + patience.min(LONGEST_WAIT);
+        let mut jobs = lock(&self.jobs);
+        while jobs.threads > 0 {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            jobs = self.changed.wait_timeout(jobs, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(jobs);
+        self.stop.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Asks the server for blocks and writes them. Those that another process brings meanwhile are left to it.
+fn ask(job: &AgainJob, first: u32, past: u32) -> Result<()> {
+    let AgainJob { file, store, progress, .. } = job;
+    let entry = &file.entry;
+    let mut wanted = Vec::new();
+    for block in first..past {
+        match entry.claim(block)? {
+            BlockState::Claimed(holder) if holder == entry.number() => wanted.push(block),
+            _ => {}
+        }
+    }
+    let (Some(&from), Some(&to)) = (wanted.first(), wanted.last()) else { return Ok(()) };
+    let range = entry.range(from).start..entry.range(to).end;
+    let bytes = store.read(&file.object, range.clone());
+    let cpu = thread_cpu();
+    for &block in &wanted {
+        let within = entry.range(block);
+        let part = bytes
+            .as_ref()
+            .ok()
+            .and_then(|all| all.get((within.start - range.start) as usize..(within.end - range.start) as usize));
+        match part {
+            Some(part) => {
+                let written = file.write(block, part);
+                progress.has_fetched_again(part.len() as u64);
+                progress.has_written(part.len() as u64, written.as_ref().err(), Duration::ZERO);
+                file.unsynced.fetch_add(bytes_of(&written, file, block), Ordering::Relaxed);
+            }
+            None => entry.release(block),
+        }
+    }
+    progress.has_synced(None, thread_cpu().saturating_sub(cpu));
+    bytes.map(drop)
+}
+
+fn bytes_of(written: &Result<()>, file: &CachedFile, block: u32) -> u64 {
+    if written.is_ok() {
+        file.block_len(block) as u64
+    } else {
+        0
+    }
+}
+
+impl Job {
+    /// It is not done.
+    fn give_up(self) {
+        match self {
+            Job::Fetch(_, told) => told.tell(false),
+            Job::Write(WriteJob { file, block, .. }, progress, _pending) => {
+                file.writes.fetch_sub(1, Ordering::Relaxed);
+                file.entry.release(block);
+                progress.has_dropped(file.block_len(block) as u64);
+            }
+            Job::Sync(..) => {}
+            Job::Again(job) => job.progress.has_stopped("it was told to stop"),
+        }
+    }
+}
+
+impl Jobs {
+    /// The next job of a thread.
+    fn next(&mut self, stop: bool) -> Option<Job> {
+        let next = self.fetches.pop_front().or_else(|| self.others.pop_front());
+        if next.is_some() || stop || self.loads > 0 || self.asking_again {
+            return next;
+        }
+        let again = self.again.pop_front();
+        self.asking_again = again.is_some();
+        again
+    }
+
+    fn take_all(&mut self) -> Vec<Job> {
+        let Jobs { fetches, others, again, .. } = self;
+        fetches.drain(..).chain(others.drain(..)).chain(again.drain(..)).collect()
+    }
+}
+
+/// Ends what the disk cache does after loads, and waits at most so long for its threads.
+pub(crate) fn stop_cache_work(patience: Duration) {
+    Crew::process().stop(patience);
+}
+
+/// A load through the cache that runs.
+#[derive(Debug)]
+pub(super) struct CrewLoad(u32);
+
+impl Drop for CrewLoad {
+    fn drop(&mut self) {
+        let crew = Crew::process();
+        if crew.pid != self.0 {
+            return; // counted in the process that this one was forked from
+        }
+        let mut jobs = lock(&crew.jobs);
+        jobs.loads -= 1;
+        if jobs.loads > 0 {
+            return;
+        }
+        crew.pause.store(false, Ordering::Relaxed);
+        drop(jobs);
+        crew.go_on();
+    }
+}

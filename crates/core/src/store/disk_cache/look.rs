@@ -1,0 +1,139 @@
+//! Looks at the blocks that other processes bring, every few milliseconds, on a thread that lives as long as there are some.
+
+use super::flow::{BlockId, Claimed};
+use super::source::{CachedFiles, Inbox, News};
+use super::BlockState;
+use crate::machine::block_signals;
+use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
+use crate::threads::guarded;
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+/// From one look to the next.
+const EACH: Duration = Duration::from_millis(4);
+/// Blocks whose claims are looked at each time: the first ones, and as many others by turns.
+const CLAIMS: usize = 16;
+/// Looks after which the source is woken, also without news.
+const QUIET: u32 = 16;
+
+#[derive(Debug, Default)]
+struct Looked {
+    blocks: Vec<BlockId>,
+    runs: bool,
+    closing: bool,
+}
+
+/// The blocks to look at, and their thread.
+#[derive(Debug)]
+pub(super) struct Looker {
+    files: Arc<CachedFiles>,
+    inbox: Arc<Inbox>,
+    shared: Arc<(Mutex<Looked>, Condvar)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Looker {
+    pub(super) fn new(files: Arc<CachedFiles>, inbox: Arc<Inbox>) -> Looker {
+        Looker { files, inbox, shared: Arc::default(), thread: None }
+    }
+
+    /// From now on these blocks are looked at.
+    pub(super) fn look_at(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        let mut looked = lock(&self.shared.0);
+        looked.blocks.clear();
+        looked.blocks.extend(blocks);
+        if looked.blocks.is_empty() || looked.runs {
+            return;
+        }
+        looked.runs = true;
+        drop(looked);
+        self.thread.take().map(JoinHandle::join);
+        let (files, inbox, shared) = (self.files.clone(), self.inbox.clone(), self.shared.clone());
+        let thread = Builder::new().name("penstock-cache-look".into()).stack_size(128 << 10);
+        let spawned = thread.spawn(move || {
+            block_signals();
+            if guarded("penstock-cache-look", || look(&files, &inbox, &shared)).is_err() {
+                end(&inbox, &shared);
+            }
+        });
+        match spawned {
+            Ok(thread) => self.thread = Some(thread),
+            Err(_) => end(&self.inbox, &self.shared),
+        }
+    }
+
+    /// Ends the thread.
+    pub(super) fn stop(&mut self) {
+        lock(&self.shared.0).closing = true;
+        self.shared.1.notify_all();
+        self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Nobody looks any more: the blocks count as claimed by nobody, so that the load goes on without others.
+fn end(inbox: &Inbox, shared: &(Mutex<Looked>, Condvar)) {
+    let mut looked = lock(&shared.0);
+    looked.runs = false;
+    let blocks = std::mem::take(&mut looked.blocks);
+    drop(looked);
+    inbox.tell(blocks.into_iter().map(|block| News::Seen(block, Claimed::Missing)));
+}
+
+fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, Condvar)) {
+    let (mut turn, mut quiet) = (0, 0);
+    loop {
+        let blocks = {
+            let mut looked = lock(shared);
+            if looked.closing || looked.blocks.is_empty() {
+                looked.runs = false;
+                return;
+            }
+            looked.blocks.clone()
+        };
+        let news = states(files, &blocks, &mut turn);
+        quiet = if news.is_empty() { quiet + 1 } else { 0 };
+        if !news.is_empty() || quiet % QUIET == 0 {
+            inbox.tell(news);
+        }
+        let looked = lock(shared);
+        drop(changed.wait_timeout(looked, EACH).unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// What is new of these blocks: those that are there now, and those whose claim is another one or gone.
+fn states(files: &CachedFiles, blocks: &[BlockId], turn: &mut usize) -> Vec<News> {
+    let mut news = Vec::new();
+    let mut left = Vec::new();
+    for of_file in blocks.chunk_by(|a, b| a.file == b.file) {
+        let Some(Some(file)) = files.get(of_file[0].file as usize) else { continue };
+        // What cannot be looked at comes from the server.
+        let there = file.entry.there().unwrap_or_default();
+        for &block in of_file {
+            match is_within(&there, file.entry.range(block.block).start) {
+                true => news.push(News::Seen(block, Claimed::There)),
+                false => left.push(block),
+            }
+        }
+    }
+    let (first, others) = left.split_at(left.len().min(CLAIMS));
+    let some = others.iter().cycle().skip(*turn).take(CLAIMS.min(others.len()));
+    *turn = if others.is_empty() { 0 } else { (*turn + CLAIMS) % others.len() };
+    for &block in first.iter().chain(some) {
+        let Some(Some(file)) = files.get(block.file as usize) else { continue };
+        news.push(News::Seen(
+            block,
+            match file.entry.state(block.block) {
+                Ok(BlockState::There) => Claimed::There,
+                Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
+                Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
+            },
+        ));
+    }
+    news
+}
+
+fn is_within(ranges: &[Range<u64>], at: u64) -> bool {
+    let next = ranges.partition_point(|range| range.end <= at);
+    ranges.get(next).is_some_and(|range| range.start <= at)
+}

@@ -1,0 +1,385 @@
+//! A store with the disk cache in front of it. Each open asks the server for the version of an object, with the caller's
+//! credentials. What the cache has of that version comes from there.
+//!
+//! An object that the cache has whole is, for a load, a file of this machine: mapped, or read in any way that its disk
+//! allows. One that it has in part has two lanes.
+
+use super::crew::{BlockBytes, CachedFile, Crew};
+use super::offline::Unasked;
+use super::progress::CacheProgress;
+use super::source::{CacheSource, CachedFiles};
+use super::{BlockState, CacheEntry, CacheFolder, CacheKey, DiskCacheSettings, BLOCK};
+use crate::error::{Error, ErrorKind, Result};
+use crate::extent::{FileLanes, Lane};
+use crate::source::{LaneSource, SourceRequest};
+use crate::store::facts::Facts;
+use crate::store::files::Files;
+use crate::store::location::Location;
+use crate::store::look::Look;
+use crate::store::object::{Head, Object, Objects, Store, Traffic};
+use crate::store::read_cost::Sample;
+use crate::store::residency::Residency;
+use crate::store::stat::identity_of;
+use crate::store::version::{Identity, Version};
+use crate::sync::{lock, Mutex};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The store of a server, behind the cache.
+#[derive(Debug)]
+pub(crate) struct CachedStore {
+    inner: Arc<dyn Store>,
+    settings: DiskCacheSettings,
+    offline: bool,
+    /// Opened when it is first needed.
+    folder: Mutex<Option<Arc<CacheFolder>>>,
+    /// Objects that were looked up lately: what they lack is written as it comes.
+    small: Arc<CacheProgress>,
+}
+
+impl CachedStore {
+    pub(crate) fn new(inner: Arc<dyn Store>, settings: DiskCacheSettings, offline: bool) -> CachedStore {
+        CachedStore { inner, settings, offline, folder: Mutex::default(), small: CacheProgress::new() }
+    }
+
+    fn folder(&self) -> Result<Arc<CacheFolder>> {
+        let mut folder = lock(&self.folder);
+        match &*folder {
+            Some(folder) => Ok(folder.clone()),
+            None => Ok(folder.insert(CacheFolder::open(&self.settings)?).clone()),
+        }
+    }
+
+    /// The name of an object in the cache; `None`: it is not cached.
+    fn key(&self, at: &Location) -> Result<Option<(Arc<CacheFolder>, CacheKey)>> {
+        let Some(name) = self.inner.identity(at) else { return Ok(None) };
+        let folder = self.folder()?;
+        // Code is taken only from a folder that this user alone may write.
+        if at.ending().is_some_and(|ending| ending.eq_ignore_ascii_case("py")) && !folder.is_private() {
+            return Ok(None);
+        }
+        let key = CacheKey::new(&name, &at.to_string());
+        Ok(Some((folder, key)))
+    }
+
+    /// An object of a strong version, with its entry; `None`: it is not cached, for this reason.
+    fn cached(&self, object: &Object) -> Result<Result<Arc<CachedFile>, &'static str>> {
+        let Version::Strong(version) = &object.version else {
+            return Ok(Err("the server gives no strong ETag, so nobody can know that bytes are of the same version"));
+        };
+        if object.size == 0 {
+            return Ok(Err("it is empty"));
+        }
+        let Some((folder, key)) = self.key(&object.location)? else {
+            return Ok(Err("this store, or this kind of file, is not cached"));
+        };
+        let entry = match folder.is_writable() && !self.offline {
+            true => Some(folder.find_or_make(&key, version, object.size)?),
+            false => folder.find(&key, version, object.size)?,
+        };
+        Ok(match entry {
+            Some(entry) => Ok(Arc::new(CachedFile::new(folder, entry, object.clone()))),
+            None => Err("the folder can only be read, and does not have it"),
+        })
+    }
+
+    /// The first bytes of an object that the cache has in its last version.
+    fn head_of(&self, at: &Location, (version, size): (String, u64), first: u64) -> Result<Head> {
+        let object = Object { location: at.clone(), size, version: Version::Strong(version) };
+        let bytes = self.read(&object, 0..first.min(size))?;
+        Ok(Head { bytes, size, version: object.version })
+    }
+
+    /// Keeps the whole blocks in `bytes`, which begin at `start`.
+    fn keep(&self, file: &Arc<CachedFile>, start: u64, bytes: &[u8]) {
+        if !file.is_writable() {
+            return;
+        }
+        let past = start + bytes.len() as u64;
+        let entry = &file.entry;
+        let first = start.div_ceil(BLOCK) as u32;
+        for block in (first..entry.blocks()).take_while(|block| entry.range(*block).end <= past) {
+            let (own, range) = (entry.number(), entry.range(block));
+            if matches!(entry.claim(block), Ok(BlockState::Claimed(holder)) if holder == own) {
+                let part = bytes[(range.start - start) as usize..(range.end - start) as usize].to_vec();
+                Crew::process().write(file, block, BlockBytes::Own(part), &self.small);
+            }
+        }
+    }
+
+    /// Reads a part that the cache has; `None`: the disk does not give it, or not what was written.
+    fn read_kept(&self, entry: &CacheEntry, range: Range<u64>) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        entry.read(range.clone(), &mut bytes).ok()?;
+        if self.settings.verify {
+            for block in entry.blocks_of(range) {
+                if !entry.verify(block).ok()? {
+                    let _fetched_again = entry.forget(block);
+                    return None;
+                }
+            }
+        }
+        Some(bytes)
+    }
+}
+
+/// The error of a load that may ask no server.
+pub(super) fn not_there(range: &Range<u64>) -> Error {
+    let text = "the disk cache does not have this, and offline=True asks no server";
+    Error::new(ErrorKind::NotFound, text).range(range.clone())
+}
+
+impl Store for CachedStore {
+    fn list(&self, at: &Location) -> Result<Vec<Location>> {
+        let key = self.key(at)?;
+        if self.offline {
+            let Some((folder, key)) = key else { return Err(not_there(&(0..0)).at(at)) };
+            if folder.known(&key)?.is_some() {
+                return Ok(vec![at.clone()]);
+            }
+            let names = folder.list(&key)?.ok_or_else(|| {
+                let text = "the disk cache knows nothing of it, and offline=True asks no server";
+                Error::new(ErrorKind::NotFound, text).at(at)
+            })?;
+            return Ok(names.into_iter().map(Location::Url).collect());
+        }
+        let listed = self.inner.list(at)?;
+        if let Some((folder, key)) = key.filter(|(folder, _)| folder.is_writable() && listed != [at.clone()]) {
+            let names: Vec<String> = listed.iter().map(Location::to_string).collect();
+            // It serves only those who ask no server.
+            let _not_kept = folder.note_list(&key, &names);
+        }
+        Ok(listed)
+    }
+
+    fn head(&self, at: &Location, first: u64) -> Result<Head> {
+        let Some((folder, key)) = self.key(at)? else {
+            return match self.offline {
+                true => Err(not_there(&(0..first)).at(at)),
+                false => self.inner.head(at, first),
+            };
+        };
+        let known = folder.known(&key)?;
+        if self.offline {
+            return self.head_of(at, known.ok_or_else(|| not_there(&(0..first)).at(at))?, first);
+        }
+        let has = |(version, size): &(String, u64)| -> Result<bool> {
+            let Some(entry) = folder.find(&key, version, *size)? else { return Ok(false) };
+            let wanted = entry.blocks_of(0..first.min(*size).max(1));
+            Ok(entry.states(wanted)?.iter().all(|state| *state == BlockState::There))
+        };
+        // One byte tells the version.
+        let ask = match &known {
+            Some(known) if known.1 > 0 && has(known)? => 1,
+            _ => first,
+        };
+        let head = self.inner.head(at, ask)?;
+        let Version::Strong(version) = &head.version else { return Ok(head) };
+        let found = (version.clone(), head.size);
+        if folder.is_writable() && known.as_ref() != Some(&found) {
+            folder.note(&key, version, head.size)?;
+        }
+        if ask < first.min(head.size) {
+            return self.head_of(at, found, first);
+        }
+        if head.bytes.len() as u64 >= BLOCK.min(head.size) && head.size > 0 {
+            let object = Object { location: at.clone(), size: head.size, version: head.version.clone() };
+            if let Ok(file) = self.cached(&object)? {
+                self.keep(&file, 0, &head.bytes);
+            }
+        }
+        Ok(head)
+    }
+
+    fn read(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let ask = |range: Range<u64>| match self.offline {
+            true => Err(not_there(&range).at(&object.location)),
+            false => self.inner.read(object, range),
+        };
+        let Ok(file) = self.cached(object)? else { return ask(range) };
+        let entry = &file.entry;
+        let wanted = entry.blocks_of(range.clone());
+        let there: Vec<bool> = entry.states(wanted.clone())?.iter().map(|s| *s == BlockState::There).collect();
+        let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
+        let mut runs = there.chunk_by(|a, b| a == b);
+        let mut block = wanted.start;
+        while let Some(run) = runs.next() {
+            let past = block + run.len() as u32;
+            let part = range.start.max(entry.range(block).start)..range.end.min(entry.range(past - 1).end);
+            block = past;
+            let kept = run[0].then(|| self.read_kept(entry, part.clone())).flatten();
+            match kept {
+                Some(kept) => bytes.extend(kept),
+                None => {
+                    let came = ask(part.clone())?;
+                    if came.len() as u64 != part.end - part.start {
+                        bytes.extend(came);
+                        return Ok(bytes);
+                    }
+                    self.keep(&file, part.start, &came);
+                    bytes.extend(came);
+                }
+            }
+        }
+        Ok(bytes)
+    }
+
+    fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>> {
+        let progress = CacheProgress::new();
+        let mut files: CachedFiles = Vec::new();
+        let mut copies: Vec<(PathBuf, Identity)> = Vec::new();
+        for object in &objects {
+            let file = match object {
+                Some(object) => self
+                    .cached(object)?
+                    .map_err(|why| progress.has_stopped(&format!("{}: {why}", object.location)))
+                    .ok(),
+                None => None,
+            };
+            let is_whole = match &file {
+                Some(file) => !self.settings.verify && file.entry.is_complete()?,
+                None => false,
+            };
+            let copy = match &file {
+                Some(file) if is_whole => (file.entry.data_path().to_path_buf(), identity_of(file.entry.data_path())?),
+                // Never asked about.
+                _ => Default::default(),
+            };
+            copies.push(copy);
+            files.push(file);
+        }
+        let whole: Vec<bool> = copies.iter().map(|(path, _)| !path.as_os_str().is_empty()).collect();
+        progress.has_copies(whole.clone());
+        let inner = self.inner.objects(objects)?;
+        let (files, copies) = (Arc::new(files), Arc::new(Files::new(copies)));
+        let (store, asks_again) = (self.inner.clone(), self.settings.refetch && !self.offline);
+        Ok(Arc::new(CachedObjects { inner, store, asks_again, offline: self.offline, files, copies, whole, progress }))
+    }
+
+    fn identity(&self, at: &Location) -> Option<String> {
+        self.inner.identity(at)
+    }
+
+    fn look(&self, at: &Location, times: usize) -> Result<Look> {
+        self.inner.look(at, times)
+    }
+}
+
+/// The objects of a load.
+#[derive(Debug)]
+struct CachedObjects {
+    inner: Arc<dyn Objects>,
+    store: Arc<dyn Store>,
+    asks_again: bool,
+    offline: bool,
+    files: Arc<CachedFiles>,
+    /// The files of those that the cache has whole.
+    copies: Arc<Files>,
+    /// Whether it has them whole.
+    whole: Vec<bool>,
+    progress: Arc<CacheProgress>,
+}
+
+impl CachedObjects {
+    fn is_whole(&self, file: u32) -> bool {
+        self.whole.get(file as usize).copied().unwrap_or_default()
+    }
+
+    /// The objects that have a file.
+    fn of(&self, file: u32) -> &dyn Objects {
+        match self.is_whole(file) {
+            true => &*self.copies,
+            false => &*self.inner,
+        }
+    }
+
+    fn cached(&self, file: u32) -> Option<&CachedFile> {
+        self.files.get(file as usize)?.as_deref()
+    }
+
+    fn all_whole(&self) -> bool {
+        self.files.iter().zip(&self.whole).all(|(file, whole)| *whole || file.is_none()) && self.whole.contains(&true)
+    }
+}
+
+impl Objects for CachedObjects {
+    fn path(&self, file: u32) -> &Path {
+        self.inner.path(file)
+    }
+
+    fn facts(&self, file: u32) -> Result<Facts> {
+        let facts = self.of(file).facts(file)?;
+        match self.cached(file) {
+            Some(_) if !self.is_whole(file) => {
+                let lanes = FileLanes { near: Lane::DISK_CACHE, ..facts.lanes };
+                Ok(Facts { lanes, cut: Some(BLOCK), ..facts })
+            }
+            _ => Ok(facts),
+        }
+    }
+
+    fn resident_within(&self, file: u32, range: Range<u64>) -> Result<Residency> {
+        let Some(cached) = self.cached(file).filter(|_| !self.is_whole(file)) else {
+            return self.of(file).resident_within(file, range);
+        };
+        let within = |there: Range<u64>| there.start.max(range.start)..there.end.min(range.end);
+        let ranges = cached.entry.there()?.into_iter().map(within).filter(|part| part.start < part.end).collect();
+        Ok(Residency { ranges, ..Residency::default() })
+    }
+
+    fn hole(&self, file: u32, direct: bool, sample: &Sample) -> Result<Option<u64>> {
+        self.of(file).hole(file, direct, sample)
+    }
+
+    fn to_map(&self, file: u32) -> Result<Option<Arc<OwnedFd>>> {
+        self.of(file).to_map(file)
+    }
+
+    fn verify(&self, file: u32) -> Result<()> {
+        self.of(file).verify(file)
+    }
+
+    fn pins_reads(&self, file: u32) -> bool {
+        self.of(file).pins_reads(file)
+    }
+
+    fn may_hang(&self) -> bool {
+        !self.all_whole() && self.inner.may_hang()
+    }
+
+    fn traffic(&self) -> Option<Traffic> {
+        self.inner.traffic()
+    }
+
+    fn disk_cache(&self) -> Option<Arc<CacheProgress>> {
+        Some(self.progress.clone())
+    }
+
+    fn sources(self: Arc<Self>, request: &SourceRequest) -> Result<Vec<LaneSource>> {
+        let mut sources = Vec::new();
+        if self.whole.contains(&true) {
+            let lanes = vec![Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT];
+            let copies = self.copies.clone().sources(request)?;
+            sources.extend(copies.into_iter().map(|copy| LaneSource { lanes: lanes.clone(), ..copy }));
+        }
+        if self.all_whole() {
+            return Ok(sources);
+        }
+        let inner: Vec<LaneSource> = match self.offline {
+            true => vec![LaneSource::of_all(Unasked::new()?)],
+            false => self.inner.clone().sources(request)?,
+        };
+        for LaneSource { lanes, source } in inner {
+            let (files, store) = (self.files.clone(), self.store.clone());
+            let source = CacheSource::new(source, files, store, self.asks_again, request.staging, &self.progress)?;
+            let lanes = if lanes.is_empty() { vec![Lane::NETWORK, Lane::DISK_CACHE] } else { lanes };
+            sources.push(LaneSource { lanes, source: Box::new(source) });
+        }
+        Ok(sources)
+    }
+}
