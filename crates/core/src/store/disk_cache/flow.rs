@@ -35,7 +35,8 @@ pub(crate) struct BlockId {
 pub(crate) enum Claimed {
     /// It is this load's now: the load brings it.
     Ours,
-    /// The disk has it.
+    /// The disk has it, or this load's writer does: then a fetch copies it out of the writer's memory. Else a read that comes
+    /// while its block is written would ask the server again, or wait for the write.
     There,
     /// The process with this number brings it.
     Theirs(u32),
