@@ -203,7 +203,8 @@ impl<C: Carrier> CacheFlow<C> {
                     carrier.release(block);
                 }
                 self.blocks.insert(block, AwaitedBlock { stage: Bringing::Here { buffer }, ..known });
-                return self.serve(block, carrier);
+                self.serve(block, carrier);
+                return self.give_buffers(carrier);
             }
             (Ok(()), None) => Error::new(ErrorKind::Internal, "a block came without a place; please report this"),
             (Err(error), _) => error,
@@ -216,6 +217,7 @@ impl<C: Carrier> CacheFlow<C> {
             self.of_read.remove(&read);
             carrier.fail(read, error.clone());
         }
+        self.give_buffers(carrier);
     }
 
     /// A block has been read from the disk, or could not be: then the server is asked.
@@ -224,10 +226,12 @@ impl<C: Carrier> CacheFlow<C> {
         let Bringing::Fetching { buffer } = &known.stage else { return };
         if is_read {
             known.stage = Bringing::Here { buffer: buffer.clone() };
-            return self.serve(block, carrier);
+            self.serve(block, carrier);
+        } else {
+            known.stage = Bringing::Asked { ours: false };
+            carrier.ask(block);
         }
-        known.stage = Bringing::Asked { ours: false };
-        carrier.ask(block);
+        self.give_buffers(carrier);
     }
 
     /// The state of a block that another process brings, as it is now.
