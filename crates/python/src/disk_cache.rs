@@ -115,7 +115,8 @@ impl DiskCache {
     /// The work of both.
     fn __add__<'py>(&self, py: Python<'py>, other: PyRef<'py, DiskCache>) -> Answer<'py, DiskCache> {
         answer(py, || {
-            let both = self.0.iter().chain(other.0.iter().filter(|one| !self.0.iter().any(|own| Arc::ptr_eq(own, one))));
+            let both =
+                self.0.iter().chain(other.0.iter().filter(|one| !self.0.iter().any(|own| Arc::ptr_eq(own, one))));
             Ok(DiskCache(Held::new(both.cloned().collect())))
         })
     }

@@ -6,6 +6,7 @@ use super::BlockState;
 use crate::machine::block_signals;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -81,7 +82,7 @@ fn end(inbox: &Inbox, shared: &(Mutex<Looked>, Condvar)) {
 }
 
 fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, Condvar)) {
-    let (mut turn, mut quiet) = (0, 0);
+    let (mut turn, mut quiet, mut told) = (0, 0, HashMap::new());
     loop {
         let blocks = {
             let mut looked = lock(shared);
@@ -91,7 +92,7 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
             }
             looked.blocks.clone()
         };
-        let news = states(files, &blocks, &mut turn);
+        let news = states(files, &blocks, &mut turn, &mut told);
         quiet = if news.is_empty() { quiet + 1 } else { 0 };
         if !news.is_empty() || quiet % QUIET == 0 {
             inbox.tell(news);
@@ -102,7 +103,12 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
 }
 
 /// What is new of these blocks: those that are there now, and those whose claim is another one or gone.
-fn states(files: &CachedFiles, blocks: &[BlockId], turn: &mut usize) -> Vec<News> {
+fn states(
+    files: &CachedFiles,
+    blocks: &[BlockId],
+    turn: &mut usize,
+    told: &mut HashMap<BlockId, Claimed>,
+) -> Vec<News> {
     let mut news = Vec::new();
     let mut left = Vec::new();
     for of_file in blocks.chunk_by(|a, b| a.file == b.file) {
@@ -121,14 +127,14 @@ fn states(files: &CachedFiles, blocks: &[BlockId], turn: &mut usize) -> Vec<News
     *turn = if others.is_empty() { 0 } else { (*turn + CLAIMS) % others.len() };
     for &block in first.iter().chain(some) {
         let Some(Some(file)) = files.get(block.file as usize) else { continue };
-        news.push(News::Seen(
-            block,
-            match file.entry.state(block.block) {
-                Ok(BlockState::There) => Claimed::There,
-                Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
-                Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
-            },
-        ));
+        let state = match file.entry.state(block.block) {
+            Ok(BlockState::There) => Claimed::There,
+            Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
+            Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
+        };
+        if told.insert(block, state) != Some(state) || state == Claimed::Missing {
+            news.push(News::Seen(block, state));
+        }
     }
     news
 }

@@ -21,7 +21,7 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// Blocks in memory at most: 64 MiB. A quarter of the staging memory, where that is less.
@@ -85,6 +85,8 @@ struct Hands {
     writing: Arc<AtomicUsize>,
     inbox: Arc<Inbox>,
     reads: HashMap<Ticket, Read>,
+    /// Memory of blocks that the writer has, or had.
+    in_writer: HashMap<BlockId, Weak<BlockMemory>>,
     /// Blocks to be asked of the server, for which its source had no room.
     unsent: VecDeque<BlockId>,
     dropped: Vec<BlockId>,
@@ -126,6 +128,7 @@ impl CacheSource {
             writing: Arc::default(),
             inbox,
             reads: HashMap::new(),
+            in_writer: HashMap::new(),
             unsent: VecDeque::new(),
             dropped: Vec::new(),
             done: Vec::new(),
@@ -224,6 +227,11 @@ impl Hands {
         self.files.get(block.file as usize)?.as_ref()
     }
 
+    /// The memory of a block that the writer has.
+    fn written(&self, block: BlockId) -> Option<Arc<BlockMemory>> {
+        self.in_writer.get(&block)?.upgrade()
+    }
+
     /// Asks the server's source for blocks, as many as it takes.
     fn send(&mut self) {
         while let Some(block) = self.unsent.pop_front() {
@@ -258,6 +266,9 @@ impl Carrier for Hands {
     type Buffer = Arc<BlockMemory>;
 
     fn claim(&mut self, block: BlockId) -> Claimed {
+        if self.written(block).is_some() {
+            return Claimed::There;
+        }
         let Some(file) = self.file(block) else { return Claimed::Unshared };
         let own = file.entry.number();
         let state = if file.is_writable() { file.entry.claim(block.block) } else { file.entry.state(block.block) };
@@ -298,6 +309,12 @@ impl Carrier for Hands {
 
     fn fetch(&mut self, block: BlockId, buffer: Self::Buffer) {
         let inbox = self.inbox.clone();
+        if let (Some(memory), Some(file)) = (self.written(block), self.file(block)) {
+            let len = file.block_len(block.block);
+            // SAFETY: the writer's block is complete, and nobody else has the buffer.
+            unsafe { buffer.bytes_mut(len).copy_from_slice(memory.bytes(len)) };
+            return inbox.tell([News::Fetched(block, true)]);
+        }
         let told = Told::new(move |is_read| inbox.tell([News::Fetched(block, is_read)]));
         match self.file(block) {
             Some(file) => Crew::process().fetch(file.clone(), block.block, buffer, told),
@@ -316,6 +333,10 @@ impl Carrier for Hands {
             self.dropped.push(block);
             return false;
         }
+        if self.in_writer.len() >= 2 * self.most_buffers {
+            self.in_writer.retain(|_, memory| memory.strong_count() > 0);
+        }
+        self.in_writer.insert(block, Arc::downgrade(&buffer));
         let bytes = BlockBytes::Memory(buffer, InWriter::of(&self.writing));
         Crew::process().write(&file, block.block, bytes, &self.progress);
         true
