@@ -16,6 +16,8 @@ mod lease;
 mod local;
 mod location;
 mod look;
+#[cfg(feature = "remote")]
+pub mod mirrors;
 mod mounts;
 mod object;
 mod origin;

@@ -87,6 +87,8 @@ struct Hands {
     reads: HashMap<Ticket, Read>,
     /// Memory of blocks that the writer has, or had.
     in_writer: HashMap<BlockId, Weak<BlockMemory>>,
+    /// The lanes of blocks that came by another one than the server's.
+    lanes: HashMap<BlockId, Lane>,
     /// Blocks to be asked of the server, for which its source had no room.
     unsent: VecDeque<BlockId>,
     dropped: Vec<BlockId>,
@@ -129,6 +131,7 @@ impl CacheSource {
             inbox,
             reads: HashMap::new(),
             in_writer: HashMap::new(),
+            lanes: HashMap::new(),
             unsent: VecDeque::new(),
             dropped: Vec::new(),
             done: Vec::new(),
@@ -169,6 +172,9 @@ impl CacheSource {
                 Some(block) => {
                     if let Ok(bytes) = done.result {
                         hands.progress.has_received(bytes);
+                        if done.lane != Lane::NETWORK {
+                            hands.lanes.insert(block, done.lane);
+                        }
                     }
                     flow.came(block, done.result.map(drop), hands);
                 }
@@ -343,7 +349,7 @@ impl Carrier for Hands {
     }
 
     fn copy(&mut self, read: Ticket, buffer: &Self::Buffer) {
-        let Some(Read { offset, len, need, into, .. }) = self.reads.get(&read) else { return };
+        let Some(Read { file, offset, len, need, into, .. }) = self.reads.get(&read) else { return };
         let at = (offset % BLOCK) as usize;
         let len = (*len as usize).min(BLOCK as usize - at);
         // SAFETY: the block is complete, and nobody writes to it.
@@ -362,7 +368,9 @@ impl Carrier for Hands {
             Destination::Scatter(places) => places.iter().for_each(|(to, len)| put(*to, *len)),
             _ => {}
         }
-        let lane = if buffer.is_from_disk() { Lane::DISK_CACHE } else { Lane::NETWORK };
+        let block = BlockId { file: *file, block: (*offset / BLOCK) as u32 };
+        let came = || self.lanes.get(&block).copied().unwrap_or(Lane::NETWORK);
+        let lane = if buffer.is_from_disk() { Lane::DISK_CACHE } else { came() };
         let got = (len as u64).max(*need);
         self.end(read, Ok(got), lane, got);
     }
