@@ -103,7 +103,7 @@ impl Connection {
     }
 
     /// Resets it.
-    pub(crate) fn reset(self) {
+    pub(crate) fn reset(self: Box<Self>) {
         self.wire.reset();
     }
 

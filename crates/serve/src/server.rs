@@ -17,7 +17,7 @@ use penstock::{Error, ErrorKind, Result};
 use rustls::ServerConfig;
 use std::fmt;
 use std::io::{self, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::Ordering;
@@ -50,7 +50,7 @@ struct State {
     poller: Poller,
     stop: Wake,
     /// A place for each connection. Its lock is held while a thread works on the connection.
-    places: Vec<Mutex<Option<Connection>>>,
+    places: Vec<Mutex<Option<Box<Connection>>>>,
     /// Places that are free.
     free: Mutex<Vec<usize>>,
 }
@@ -219,7 +219,7 @@ impl State {
         let mut place = lock(&self.places[at]);
         let made = Wire::new(socket, self.tls.as_ref()).and_then(|wire| {
             let fd = wire.fd();
-            *place = Some(Connection::new(wire, peer, &self.shared.settings));
+            *place = Some(Box::new(Connection::new(wire, peer, &self.shared.settings)));
             self.poller.add(fd, at as u64)
         });
         if made.is_err() {
@@ -228,7 +228,7 @@ impl State {
     }
 
     /// Drops the connection of a place.
-    fn vacate(&self, at: usize, place: &mut MutexGuard<'_, Option<Connection>>) -> Option<Connection> {
+    fn vacate(&self, at: usize, place: &mut MutexGuard<'_, Option<Box<Connection>>>) -> Option<Box<Connection>> {
         let left = place.take();
         self.shared.metrics.connections.fetch_sub(1, Ordering::Relaxed);
         lock(&self.free).push(at);
@@ -273,7 +273,7 @@ impl State {
                 }
             }
             Step::Close => drop(self.vacate(at, &mut place)),
-            Step::Reset => self.vacate(at, &mut place).map_or((), Connection::reset),
+            Step::Reset => self.vacate(at, &mut place).map_or((), |connection| connection.reset()),
         }
     }
 }
@@ -281,18 +281,22 @@ impl State {
 /// Listens on the address of the settings.
 fn listen(settings: &Settings) -> Result<(TcpListener, SocketAddr)> {
     let (host, port) = (settings.host.as_str(), settings.port);
+    let host = if host == "localhost" { "127.0.0.1" } else { host };
+    let Ok(ip) = host.parse::<IpAddr>() else {
+        let text = format!("{host:?} is no address of this machine: give a number such as 127.0.0.1, 0.0.0.0 or ::");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    };
+    let address = SocketAddr::new(ip, port);
     let failed = |e: io::Error| match e.kind() {
         io::ErrorKind::AddrInUse => {
-            let text =
-                format!("another program listens on port {port} of {host}: choose another --port; 0 takes a free one");
+            let text = format!("another program listens on {address}: choose another --port; 0 takes a free one");
             Error::new(ErrorKind::Io, text)
         }
-        _ => Error::io(&format!("listen on port {port} of {host}"), &e),
+        _ => Error::io(&format!("listen on {address}"), &e),
     };
-    let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(failed)?.collect();
-    let listener = TcpListener::bind(addresses.as_slice()).map_err(failed)?;
+    let listener = TcpListener::bind(address).map_err(failed)?;
     listener.set_nonblocking(true).map_err(failed)?;
-    // SAFETY: a plain system call. It fails where a socket that listens already may not change; then it has 128.
+    // SAFETY: a plain system call. It lengthens the queue; if it fails, the queue stays as short as it was.
     unsafe { libc::listen(listener.as_raw_fd(), BACKLOG) };
     let address = listener.local_addr().map_err(failed)?;
     Ok((listener, address))

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The address to listen on: a number or a name.
+    /// The address to listen on: a number, or `localhost`.
     pub host: String,
     /// The port; 0 takes one that is free.
     pub port: u16,

@@ -203,7 +203,7 @@ fn a_port_that_is_taken_is_an_error_that_says_so() {
     let port = site.server.address().port();
     let settings = Settings { port, ..Settings::default() };
     let error = Server::start(Arc::new(Folder::open(site.dir.path()).unwrap()), settings).unwrap_err();
-    assert!(error.message().contains("another program listens on port"), "{error}");
+    assert!(error.message().contains("another program listens on 127.0.0.1:"), "{error}");
 }
 
 /// An answer of which the client has read a part when the file changes.
