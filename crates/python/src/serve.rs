@@ -3,7 +3,9 @@
 use crate::errors::detached;
 use crate::guard::{answer, guarded, perform, Answer, Held};
 use crate::waiting::time_of;
-use penstock_serve::{Folder, Settings};
+use penstock::store::is_disk_cache;
+use penstock_serve::served::Served;
+use penstock_serve::{Cache, Folder, Settings};
 use pyo3::prelude::*;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,7 +44,13 @@ impl Server {
                 most_connections,
                 ..Settings::default()
             };
-            let server = detached(py, || penstock_serve::Server::start(Arc::new(Folder::open(&folder)?), settings))?;
+            let server = detached(py, || {
+                let served: Arc<dyn Served> = match is_disk_cache(&folder) {
+                    true => Arc::new(Cache::open(&folder)?),
+                    false => Arc::new(Folder::open(&folder)?),
+                };
+                penstock_serve::Server::start(served, settings)
+            })?;
             Ok(Self(Held::new(Mutex::new(server))))
         })
     }

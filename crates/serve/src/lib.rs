@@ -1,7 +1,7 @@
 //! A read-only HTTP/1.1 server of checkpoints: GET and HEAD, ranges, strong ETags, `sendfile`.
 //!
 //! The server has two halves, which meet in the traits of [`served`]. One half knows names, sizes, versions and
-//! descriptors: [`Folder`] is the files below a folder. The other half knows HTTP, and nothing of files.
+//! descriptors: [`Folder`] is the files below a folder, [`Cache`] the objects of a disk cache. The other half knows HTTP, and nothing of files.
 //!
 //! - `request` reads the head of a request; `name`, `range`, `conditions` and `date` are parts of it; `answer` decides,
 //!   from the request and the facts of the object, what is answered. These are pure functions: `fuzz/` runs them.
@@ -31,6 +31,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))]
 
 mod answer;
+mod cache;
 mod conditions;
 mod connection;
 mod date;
@@ -51,6 +52,7 @@ mod tls;
 mod token;
 mod wire;
 
+pub use cache::Cache;
 pub use folder::Folder;
 pub use name::Name;
 pub use server::Server;

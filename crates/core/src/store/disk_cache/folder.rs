@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 /// The file that says that a folder is a cache, and in which format.
-const MARKER: &str = "penstock-disk-cache";
+pub(super) const MARKER: &str = "penstock-disk-cache";
 /// Its first line, before the number of the format.
 const MARKED: &str = "penstock disk cache, format ";
 /// The folder of entries.
