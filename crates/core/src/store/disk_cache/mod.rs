@@ -22,6 +22,7 @@ mod lock;
 mod map;
 mod room;
 
+pub use entry::leave_to_parent;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
 pub(crate) use key::CacheKey;
