@@ -1,7 +1,7 @@
 //! What the cache gives to other nodes: objects by the names of their entries, and boards that say which blocks are there.
 
 use super::directory::Directory;
-use super::entry::{CacheEntry, Opened};
+use super::entry::{CacheEntry, OpenedEntry};
 use super::folder::{CacheFolder, MARKER, OBJECTS};
 use super::key::is_object_id;
 use super::BLOCK;
@@ -28,7 +28,7 @@ impl CacheFolder {
         let folder: Option<Directory> = if is_object_id(id) { self.below(OBJECTS, id, false)? } else { None };
         let Some(folder) = folder else { return Ok(None) };
         match CacheEntry::open(&folder, id, self.is_writable())? {
-            Opened::Entry(entry) => Ok(Some(GivenObject(entry))),
+            OpenedEntry::Entry(entry) => Ok(Some(GivenObject(entry))),
             _ => Ok(None),
         }
     }

@@ -31,6 +31,7 @@ mod source;
 mod store;
 
 pub(crate) use crew::stop_cache_work;
+pub use entry::leave_to_parent;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
 pub use given::{is_disk_cache, GivenObject};
