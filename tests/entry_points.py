@@ -135,6 +135,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "residency": Call(None, path),
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
+        "leave_cache_to_parent": Call(None),
         "stop_fills": Call(None, "told to", 1.0),
         "stop_reading_ahead": Call(None, 0.1),
         "unchecked_hosts": Call(None),

@@ -13,8 +13,8 @@ from penstock._choices import Cache, CacheState, Exchange, FillState, Io, Layout
 
 __all__ = [
     "CacheFill",
-    "DiskCache",
     "Checkpoint",
+    "DiskCache",
     "Leased",
     "Load",
     "Lookout",
@@ -42,6 +42,7 @@ __all__ = [
     "names_in",
     "option_table",
     "is_resident",
+    "leave_cache_to_parent",
     "missing_where_mappable",
     "pack_wants",
     "probe",
@@ -247,6 +248,9 @@ class DiskCache:
     def seconds(self) -> float: ...
     def wait(self, timeout: float | None = None) -> bool: ...
     def __add__(self, other: DiskCache) -> DiskCache: ...
+
+def leave_cache_to_parent() -> None:
+    """In a forked child: the parent's part of the disk cache is the parent's alone."""
 
 def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""

@@ -1,8 +1,8 @@
 //! `penstock.DiskCache`: the work of the disk cache for one load.
 
-use crate::guard::{answer, guarded, Answer, Held};
+use crate::guard::{answer, guarded, perform, Answer, Held};
 use crate::waiting::patiently;
-use penstock::store::{CacheProgress, CacheStatus};
+use penstock::store::{leave_to_parent, CacheProgress, CacheStatus};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,6 +45,12 @@ impl DiskCache {
         }
         sum
     }
+}
+
+/// In a forked child: the parent's part of the disk cache is the parent's alone.
+#[pyfunction]
+pub(crate) fn leave_cache_to_parent(py: Python<'_>) -> PyResult<()> {
+    perform(py, leave_to_parent)
 }
 
 fn state_name(status: &CacheStatus) -> &'static str {

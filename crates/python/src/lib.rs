@@ -41,7 +41,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::disk_cache::DiskCache;
+    use crate::disk_cache::{leave_cache_to_parent, DiskCache};
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]

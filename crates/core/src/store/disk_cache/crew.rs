@@ -195,7 +195,7 @@ struct BlockJob {
 /// The bytes of a block that is to be written.
 pub(super) enum BlockBytes {
     /// A block of a load.
-    Memory(Arc<BlockMemory>, InWriter),
+    Memory(Arc<BlockMemory>, #[allow(dead_code)] InWriter), // counted until it is dropped
     /// Of an object that was read whole.
     Own(Vec<u8>),
 }

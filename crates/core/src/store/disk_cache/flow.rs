@@ -375,3 +375,11 @@ impl<C: Carrier> CacheFlow<C> {
 fn given_up() -> Error {
     Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read")
 }
+
+#[cfg(test)]
+#[allow(dead_code, unused_parens, clippy::all)]
+pub(crate) mod mutated {
+    use super::*;
+
+    mutants::seed!(CacheMistake, "src/store/disk_cache/flow.rs", "src/store/disk_cache/simulator/mistakes.txt");
+}

@@ -44,3 +44,7 @@ pub(crate) use store::CachedStore;
 #[cfg(not(loom))]
 #[cfg(test)]
 mod tests;
+
+#[cfg(not(loom))]
+#[cfg(test)]
+mod simulator;
