@@ -2,7 +2,7 @@
 //! opened has an owner and a mode that the cache takes.
 
 use super::access::Access;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::ffi::{CStr, CString};
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
