@@ -360,8 +360,8 @@ impl CacheEntry {
         Ok(found)
     }
 
-    /// Claims a block that is missing: then it returns `Claimed` with this entry's number. Other blocks stay as they are, and so
-    /// do all of a cache that is read-only.
+    /// Claims a block that is missing: then it returns `Claimed` with this entry's number. Other blocks stay as they are. In
+    /// a read-only cache all do.
     pub(crate) fn claim(&self, block: u32) -> Result<BlockState> {
         Ok(self.claim_run(block..block + 1)?[0])
     }

@@ -325,7 +325,8 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         return match format {
             Some(format) if format == FORMAT.to_string() => Ok(Some((marker, writable))),
             Some(format) => {
-                let why = format!("the disk cache in it has format {format}, and this version of penstock has {FORMAT}: name another folder, or empty this one");
+                let next = "name another folder, or empty this one";
+                let why = format!("the disk cache has format {format}, and this version of penstock {FORMAT}: {next}");
                 Err(Error::new(ErrorKind::Unsupported, why).at(path))
             }
             None => Err(Error::invalid("the disk cache refuses it: it is no marker of a disk cache").at(path)),

@@ -1,4 +1,4 @@
-//! Owners, modes, links, and folders that cannot be written. Most of it needs root, which tests have where they run by themselves.
+//! Owners, modes, links, and folders that cannot be written. Some of it needs root.
 
 use super::faults::Mounted;
 use super::processes::{child, played};
