@@ -46,7 +46,7 @@ pub(crate) enum Claimed {
     Unshared,
 }
 
-/// What the flow needs done. None of it blocks.
+/// Work that the flow leaves to somebody else. None of it blocks.
 pub(crate) trait Carrier {
     /// Memory for a block. Its clones are the same memory, which is free when the last of them is gone.
     type Buffer: Clone;
