@@ -9,7 +9,8 @@
 //! - **No read waits for a write.** A block that came from the server is copied to its reads at once. The writer gets it too, if
 //!   it has room. Otherwise the block is dropped: its claim ends, so that the process that needs it asks the server.
 //! - **Patience.** A holder that brings nothing for a second is silent, and not waited for: the process that needs its blocks
-//!   asks for them, a few at a time, until the holder brings one of them.
+//!   asks for them, a few at a time, until the holder brings one of them. That holder was slow, and gets twice the patience from
+//!   then on: else processes that share a slow link would ask for more and more blocks twice, which makes it slower.
 //! - **A bad disk costs time only.** A block that the disk does not give comes from the server.
 //! - **Buffers come back.** A block has a buffer from its first byte to its last copy. Only the writer may hold it longer.
 
@@ -46,7 +47,7 @@ pub(crate) enum Claimed {
     Unshared,
 }
 
-/// What the flow needs done. None of it blocks.
+/// Work that the flow leaves to somebody else. None of it blocks.
 pub(crate) trait Carrier {
     /// Memory for a block. Its clones are the same memory, which is free when the last of them is gone.
     type Buffer: Clone;
@@ -120,6 +121,8 @@ pub(crate) struct CacheFlow<C: Carrier> {
     progress: HashMap<u32, Duration>,
     /// Holders that have brought nothing for a second, and nothing since.
     silent: HashSet<u32>,
+    /// The patience with each holder that was silent and went on.
+    patience: HashMap<u32, Duration>,
     /// Blocks that are asked for in place of silent holders.
     taken_over: usize,
     cancelled: bool,
@@ -129,8 +132,8 @@ impl<C: Carrier> CacheFlow<C> {
     /// No blocks.
     pub(crate) fn new() -> Self {
         let (blocks, of_read, wait) = (BTreeMap::new(), HashMap::new(), VecDeque::new());
-        let (progress, silent) = (HashMap::new(), HashSet::new());
-        CacheFlow { blocks, of_read, wait, progress, silent, taken_over: 0, cancelled: false }
+        let (progress, silent, patience) = (HashMap::new(), HashSet::new(), HashMap::new());
+        CacheFlow { blocks, of_read, wait, progress, silent, patience, taken_over: 0, cancelled: false }
     }
 
     /// Reads that have not ended.
@@ -249,8 +252,7 @@ impl<C: Carrier> CacheFlow<C> {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let Bringing::Theirs { holder, .. } = known.stage else {
             if let (Some(holder), Claimed::There) = (known.instead_of, state) {
-                self.progress.insert(holder, now);
-                self.silent.remove(&holder);
+                self.goes_on(now, holder);
             }
             return;
         };
@@ -259,9 +261,8 @@ impl<C: Carrier> CacheFlow<C> {
             Claimed::Theirs(other) => known.stage = Bringing::Theirs { holder: other, since: now },
             Claimed::There => {
                 known.stage = Bringing::There;
-                self.progress.insert(holder, now);
-                self.silent.remove(&holder);
                 self.wait.push_back(block);
+                self.goes_on(now, holder);
                 self.give_buffers(carrier);
             }
             Claimed::Ours | Claimed::Missing | Claimed::Unshared => {
@@ -275,6 +276,14 @@ impl<C: Carrier> CacheFlow<C> {
         }
     }
 
+    /// A holder has brought something.
+    fn goes_on(&mut self, now: Duration, holder: u32) {
+        self.progress.insert(holder, now);
+        if self.silent.remove(&holder) {
+            *self.patience.entry(holder).or_insert(PATIENCE) *= 2;
+        }
+    }
+
     /// Time has passed: the blocks of silent holders are asked of the server.
     pub(crate) fn tick(&mut self, now: Duration, carrier: &mut C) {
         for (&block, known) in &mut self.blocks {
@@ -283,7 +292,8 @@ impl<C: Carrier> CacheFlow<C> {
             }
             let Bringing::Theirs { holder, since } = known.stage else { continue };
             let last = self.progress.get(&holder).copied().unwrap_or_default().max(since);
-            if self.silent.contains(&holder) || now.saturating_sub(last) >= PATIENCE {
+            let patience = self.patience.get(&holder).copied().unwrap_or(PATIENCE);
+            if self.silent.contains(&holder) || now.saturating_sub(last) >= patience {
                 self.silent.insert(holder);
                 (known.stage, known.instead_of) = (Bringing::Asked { ours: false }, Some(holder));
                 self.taken_over += 1;

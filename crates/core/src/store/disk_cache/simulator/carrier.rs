@@ -105,6 +105,8 @@ pub(super) struct Hands {
     progress: BTreeMap<u32, Time>,
     /// Holders that have brought nothing for a second, and nothing since.
     silent: BTreeSet<u32>,
+    /// How often each holder was silent and went on.
+    slow: BTreeMap<u32, u32>,
     pub(super) cancelled: bool,
     pub(super) todo: Vec<Todo>,
     pub(super) taken_over: u64,
@@ -129,6 +131,7 @@ impl Hands {
             knows_full: false,
             progress: BTreeMap::new(),
             silent: BTreeSet::new(),
+            slow: BTreeMap::new(),
             cancelled: false,
             todo: Vec::new(),
             taken_over: 0,
@@ -183,7 +186,9 @@ impl Hands {
         };
         if state == Claimed::There {
             self.progress.insert(holder, now);
-            self.silent.remove(&holder);
+            if self.silent.remove(&holder) {
+                *self.slow.entry(holder).or_default() += 1;
+            }
         }
         if let At::Theirs { .. } = awaited.at {
             match state {
@@ -194,10 +199,11 @@ impl Hands {
         }
     }
 
-    /// Its holder has brought nothing for a second.
+    /// Its holder has brought nothing for a second: longer, if that was only slow before.
     fn is_silent(&self, holder: u32, since: Time) -> bool {
         let last = self.progress.get(&holder).copied().unwrap_or_default().max(since);
-        self.silent.contains(&holder) || u128::from(self.now - last) >= PATIENCE.as_nanos()
+        let slow = self.slow.get(&holder).copied().unwrap_or_default();
+        self.silent.contains(&holder) || u128::from(self.now - last) >= PATIENCE.as_nanos() << slow
     }
 
     fn asked_instead(&self) -> usize {

@@ -61,7 +61,7 @@ struct Process {
     flow: CacheFlow<Hands>,
     hands: Hands,
     life: Life,
-    /// What happened while it was stopped.
+    /// Events while it was stopped.
     missed: Vec<Event>,
     /// The read that is submitted next.
     next: usize,
@@ -77,7 +77,7 @@ struct Process {
     written: usize,
 }
 
-/// What a run has shown.
+/// Counts of a run.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Tally {
     pub(super) copied: u64,
