@@ -309,6 +309,8 @@ impl Carrier for Hands {
         let Some(file) = self.file(block).cloned() else { return false };
         let bytes = file.block_len(block.block) as u64;
         if !file.is_writable() {
+            // A cache that is full drops them. One that is read-only takes none.
+            self.progress.has_dropped(if file.folder.is_writable() { bytes } else { 0 });
             return false;
         }
         if self.writing.load(Ordering::Relaxed) >= self.most_buffers / 2 {
