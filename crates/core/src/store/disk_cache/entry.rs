@@ -7,14 +7,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::options::PAGE;
 use crate::store::facts::facts_of;
 use crate::sync::{lock, Mutex};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
 /// The byte whose lock is held, shared, by each open entry. The bytes below it are the blocks'.
@@ -54,6 +54,24 @@ pub(crate) struct CacheEntry {
     /// The blocks that are claimed here.
     claims: Mutex<BTreeSet<u32>>,
     process: u32,
+}
+
+/// The process of an entry with this number.
+pub(super) fn process_of(number: u32) -> u32 {
+    number >> 16
+}
+
+/// A number for an open entry. Those of a process have one upper half. A forked child has another.
+fn new_number() -> u32 {
+    static PROCESS: AtomicU64 = AtomicU64::new(0);
+    let (known, id) = (PROCESS.load(Ordering::Relaxed), std::process::id());
+    let process = if (known >> 32) as u32 == id {
+        known
+    } else {
+        let fresh = u64::from(id) << 32 | u64::from(random() >> 16);
+        PROCESS.compare_exchange(known, fresh, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|now| now, |_| fresh)
+    };
+    ((process as u32) << 16 | random() >> 16).max(1)
 }
 
 /// The outcome of opening an entry.
@@ -157,7 +175,7 @@ impl CacheEntry {
             header,
             first_slot,
             writable: writable && also,
-            number: random(),
+            number: new_number(),
             claims: Mutex::default(),
             process: std::process::id(),
         };
@@ -279,6 +297,16 @@ impl CacheEntry {
             true
         })?;
         Ok(found)
+    }
+
+    /// Adds up how many blocks each process has claimed and not written. Claims whose lock is gone count too.
+    pub(super) fn count_claims(&self, of_processes: &mut HashMap<u32, u64>) -> Result<()> {
+        self.each_slot(0..self.blocks(), |_, slot| {
+            if let Slot::Claimed(number) = slot {
+                *of_processes.entry(process_of(number)).or_default() += 1;
+            }
+            true
+        })
     }
 
     /// The state of a block. A claim whose lock is gone is none.

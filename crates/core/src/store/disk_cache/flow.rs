@@ -8,11 +8,12 @@
 //!   brings is claimed first, so that others wait for it.
 //! - **No read waits for a write.** A block that came from the server is copied to its reads at once. The writer gets it too, if
 //!   it has room. Otherwise the block is dropped: its claim ends, so that the process that needs it asks the server.
-//! - **Patience.** A holder that brings nothing for a second is not waited for: the process that needs its blocks asks for
+//! - **Patience.** A process that brings nothing for a second is not waited for: the process that needs its blocks asks for
 //!   them, a few at a time, until the holder goes on.
 //! - **A bad disk costs time only.** A block that the disk does not give comes from the server.
 //! - **Buffers come back.** A block has a buffer from its first byte to its last copy. Only the writer may hold it longer.
 
+use super::entry::process_of;
 use crate::error::{Error, ErrorKind};
 use crate::extent::Ticket;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -115,7 +116,7 @@ pub(crate) struct CacheFlow<C: Carrier> {
     of_read: HashMap<Ticket, BlockId>,
     /// Blocks that wait for a buffer.
     wait: VecDeque<BlockId>,
-    /// When a block of each holder came last.
+    /// When each process claimed or brought a block last.
     progress: HashMap<u32, Duration>,
     /// Blocks that are asked for in place of their holders.
     taken_over: usize,
@@ -243,7 +244,7 @@ impl<C: Carrier> CacheFlow<C> {
             Claimed::Theirs(other) => known.stage = Bringing::Theirs { holder: other, since: now },
             Claimed::There => {
                 known.stage = Bringing::There;
-                self.progress.insert(holder, now);
+                self.progress.insert(process_of(holder), now);
                 self.wait.push_back(block);
                 self.give_buffers(carrier);
             }
@@ -258,6 +259,11 @@ impl<C: Carrier> CacheFlow<C> {
         }
     }
 
+    /// A process has claimed or brought blocks of a file of the load: also ones that this load does not wait for.
+    pub(crate) fn is_alive(&mut self, now: Duration, process: u32) {
+        self.progress.insert(process, now);
+    }
+
     /// Time has passed: the blocks of holders that bring nothing are asked of the server.
     pub(crate) fn tick(&mut self, now: Duration, carrier: &mut C) {
         for (&block, known) in &mut self.blocks {
@@ -265,7 +271,7 @@ impl<C: Carrier> CacheFlow<C> {
                 break;
             }
             let Bringing::Theirs { holder, since } = known.stage else { continue };
-            let last = self.progress.get(&holder).copied().unwrap_or_default().max(since);
+            let last = self.progress.get(&process_of(holder)).copied().unwrap_or_default().max(since);
             if now.saturating_sub(last) >= PATIENCE {
                 (known.stage, known.taken_over) = (Bringing::Asked { ours: false }, true);
                 self.taken_over += 1;

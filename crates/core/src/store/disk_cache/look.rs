@@ -6,6 +6,7 @@ use super::BlockState;
 use crate::machine::block_signals;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -16,6 +17,8 @@ const EACH: Duration = Duration::from_millis(4);
 const CLAIMS: usize = 16;
 /// Looks after which the source is woken, also without news.
 const QUIET: u32 = 16;
+/// Looks after which the claims of all files are counted. A process whose count changes is alive.
+const COUNTED: u64 = 48;
 
 #[derive(Debug, Default)]
 struct Looked {
@@ -82,7 +85,8 @@ fn end(inbox: &Inbox, shared: &(Mutex<Looked>, Condvar)) {
 
 fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, Condvar)) {
     let (mut turn, mut quiet) = (0, 0);
-    loop {
+    let mut claims = HashMap::new();
+    for number in 0u64.. {
         let blocks = {
             let mut looked = lock(shared);
             if looked.closing || looked.blocks.is_empty() {
@@ -91,7 +95,10 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
             }
             looked.blocks.clone()
         };
-        let news = states(files, &blocks, &mut turn);
+        let mut news = states(files, &blocks, &mut turn);
+        if number % COUNTED == 0 {
+            news.extend(alive(files, &mut claims));
+        }
         quiet = if news.is_empty() { quiet + 1 } else { 0 };
         if !news.is_empty() || quiet % QUIET == 0 {
             inbox.tell(news);
@@ -131,6 +138,21 @@ fn states(files: &CachedFiles, blocks: &[BlockId], turn: &mut usize) -> Vec<News
         ));
     }
     news
+}
+
+/// The processes whose claims are not as many as before.
+fn alive(files: &CachedFiles, claims: &mut HashMap<u32, u64>) -> Vec<News> {
+    let mut now = HashMap::new();
+    for file in files.iter().flatten() {
+        // A map that cannot be read shows no process.
+        let _uncounted = file.entry.count_claims(&mut now);
+    }
+    let before = std::mem::replace(claims, now);
+    let processes = before.keys().chain(claims.keys());
+    processes
+        .filter(|process| before.get(process) != claims.get(process))
+        .map(|process| News::Alive(*process))
+        .collect()
 }
 
 fn is_within(ranges: &[Range<u64>], at: u64) -> bool {

@@ -41,6 +41,8 @@ pub(super) enum News {
     Fetched(BlockId, bool),
     /// The state of a block that another process brings.
     Seen(BlockId, Claimed),
+    /// A process has claimed or brought blocks.
+    Alive(u32),
 }
 
 /// Where other threads put them.
@@ -198,6 +200,7 @@ impl CacheSource {
                     flow.fetched(block, is_read, hands);
                 }
                 News::Seen(block, state) => flow.seen(now, block, state, hands),
+                News::Alive(process) => flow.is_alive(now, process),
             }
         }
     }
