@@ -329,9 +329,10 @@ miri:
 	$(MIRI) --lib every_load_ends
 	$(MIRI) --test placement_runs -- --skip answered_at_once --skip fewest_ranges
 
-fuzz: fuzz-header fuzz-index fuzz-placement fuzz-plan
+fuzz: fuzz-header fuzz-index fuzz-placement fuzz-plan fuzz-request
 fuzz-header fuzz-index: LIMITS = -dict=fuzz/json.dict
 fuzz-plan: LIMITS = -max_len=400
+fuzz-request: LIMITS = -dict=fuzz/http.dict
 fuzz-%:
 	command -v cargo-fuzz >/dev/null || cargo install --locked cargo-fuzz
 	mkdir -p fuzz/corpus/$*

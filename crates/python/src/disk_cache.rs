@@ -1,8 +1,8 @@
 //! `penstock.DiskCache`: the work of the disk cache for one load.
 
-use crate::guard::{answer, guarded, Answer, Held};
+use crate::guard::{answer, guarded, perform, Answer, Held};
 use crate::waiting::patiently;
-use penstock::store::{CacheProgress, CacheStatus};
+use penstock::store::{leave_to_parent, CacheProgress, CacheStatus};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,6 +45,12 @@ impl DiskCache {
         }
         sum
     }
+}
+
+/// In a forked child: the parent's part of the disk cache is the parent's alone.
+#[pyfunction]
+pub(crate) fn leave_cache_to_parent(py: Python<'_>) -> PyResult<()> {
+    perform(py, leave_to_parent)
 }
 
 fn state_name(status: &CacheStatus) -> &'static str {
@@ -115,7 +121,8 @@ impl DiskCache {
     /// The work of both.
     fn __add__<'py>(&self, py: Python<'py>, other: PyRef<'py, DiskCache>) -> Answer<'py, DiskCache> {
         answer(py, || {
-            let both = self.0.iter().chain(other.0.iter().filter(|one| !self.0.iter().any(|own| Arc::ptr_eq(own, one))));
+            let both =
+                self.0.iter().chain(other.0.iter().filter(|one| !self.0.iter().any(|own| Arc::ptr_eq(own, one))));
             Ok(DiskCache(Held::new(both.cloned().collect())))
         })
     }

@@ -24,6 +24,7 @@ mod raised;
 mod ranks;
 mod reader;
 mod save;
+mod serve;
 mod small_files;
 mod storage;
 mod waiting;
@@ -40,7 +41,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::disk_cache::DiskCache;
+    use crate::disk_cache::{leave_cache_to_parent, DiskCache};
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
@@ -63,6 +64,8 @@ mod _core {
     use crate::reader::{stop_reading_ahead, Reader};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::serve::Server;
     #[pymodule_export]
     use crate::small_files::{contents, names_in};
     #[pymodule_export]
