@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{OnceLock, PoisonError};
 
 /// The byte whose lock is held, shared, by each open entry. The bytes below it are the blocks'.
@@ -57,6 +57,24 @@ pub(crate) struct CacheEntry {
     /// The blocks that are claimed here.
     claims: Mutex<BTreeSet<u32>>,
     process: u32,
+}
+
+/// The process of an entry with this number.
+pub(super) fn process_of(number: u32) -> u32 {
+    number >> 16
+}
+
+/// A number for an open entry. Those of a process have one upper half. A forked child has another.
+fn new_number() -> u32 {
+    static PROCESS: AtomicU64 = AtomicU64::new(0);
+    let (known, id) = (PROCESS.load(Ordering::Relaxed), std::process::id());
+    let process = if (known >> 32) as u32 == id {
+        known
+    } else {
+        let fresh = u64::from(id) << 32 | u64::from(random() >> 16);
+        PROCESS.compare_exchange(known, fresh, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|now| now, |_| fresh)
+    };
+    ((process as u32) << 16 | random() >> 16).max(1)
 }
 
 /// The descriptors of the maps that this process has open, for its forked children. Not loom's lock: no model has a cache.
@@ -178,7 +196,7 @@ impl CacheEntry {
             header,
             first_slot,
             writable: writable && also,
-            number: random(),
+            number: new_number(),
             claims: Mutex::default(),
             process: std::process::id(),
         };
@@ -301,6 +319,23 @@ impl CacheEntry {
             true
         })?;
         Ok(found)
+    }
+
+    /// The blocks whose slots name a claim, each with the number of the claim. The locks are not looked at.
+    pub(super) fn claimed(&self) -> Result<Vec<(u32, u32)>> {
+        let mut found = Vec::new();
+        self.each_slot(0..self.blocks(), |block, slot| {
+            if let Slot::Claimed(number) = slot {
+                found.push((block, number));
+            }
+            true
+        })?;
+        Ok(found)
+    }
+
+    /// Whether another open file holds the lock of a block.
+    pub(super) fn is_locked(&self, block: u32) -> bool {
+        held(&self.map, u64::from(block)..u64::from(block) + 1).is_ok_and(|held| held.is_some())
     }
 
     /// The state of a block. A claim whose lock is gone is none.

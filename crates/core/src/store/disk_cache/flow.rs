@@ -117,7 +117,7 @@ pub(crate) struct CacheFlow<C: Carrier> {
     of_read: HashMap<Ticket, BlockId>,
     /// Blocks that wait for a buffer.
     wait: VecDeque<BlockId>,
-    /// When a block of each holder came last.
+    /// When each holder brought a block last, or its process did something.
     progress: HashMap<u32, Duration>,
     /// Holders that have brought nothing for a second, and nothing since.
     silent: HashSet<u32>,
@@ -282,6 +282,11 @@ impl<C: Carrier> CacheFlow<C> {
         if self.silent.remove(&holder) {
             *self.patience.entry(holder).or_insert(PATIENCE) *= 2;
         }
+    }
+
+    /// The process of this holder brings or claims other blocks: it is not silent, whatever this load sees of it.
+    pub(crate) fn is_alive(&mut self, now: Duration, holder: u32) {
+        self.goes_on(now, holder);
     }
 
     /// Time has passed: the blocks of silent holders are asked of the server.

@@ -41,6 +41,8 @@ pub(super) enum News {
     Fetched(BlockId, bool),
     /// The state of a block that another process brings.
     Seen(BlockId, Claimed),
+    /// The process of this holder has claimed or brought other blocks.
+    Alive(u32),
 }
 
 /// Where other threads put them.
@@ -207,6 +209,7 @@ impl CacheSource {
                     flow.fetched(block, is_read, hands);
                 }
                 News::Seen(block, state) => flow.seen(now, block, state, hands),
+                News::Alive(holder) => flow.is_alive(now, holder),
             }
         }
     }
@@ -332,6 +335,8 @@ impl Carrier for Hands {
         let Some(file) = self.file(block).cloned() else { return false };
         let bytes = file.block_len(block.block) as u64;
         if !file.is_writable() {
+            // A cache that is full drops them. One that is read-only takes none.
+            self.progress.has_dropped(if file.folder.is_writable() { bytes } else { 0 });
             return false;
         }
         if self.writing.load(Ordering::Relaxed) >= self.most_buffers / 2 {
