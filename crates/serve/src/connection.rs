@@ -51,7 +51,7 @@ pub(crate) enum Step {
 pub(crate) struct Connection {
     wire: Wire,
     peer: SocketAddr,
-    state: State,
+    phase: Phase,
     input: Vec<u8>,
     /// Bytes of the input that are known to end no head.
     seen: usize,
@@ -66,7 +66,7 @@ pub(crate) struct Connection {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Phase {
     Reading,
     Answering,
     /// The last answer is sent. The client's further bytes are thrown away, so that it can read the answer.
@@ -94,8 +94,8 @@ impl Connection {
     pub(crate) fn new(wire: Wire, peer: SocketAddr, settings: &Settings) -> Connection {
         let deadline = Instant::now() + settings.head_time;
         let (input, output, body, request) = Default::default();
-        let (state, seen, sent, keeps) = (State::Reading, 0, 0, true);
-        Connection { wire, peer, state, input, seen, output, sent, body, keeps, request, deadline }
+        let (phase, seen, sent, keeps) = (Phase::Reading, 0, 0, true);
+        Connection { wire, peer, phase, input, seen, output, sent, body, keeps, request, deadline }
     }
 
     pub(crate) fn wire(&self) -> &Wire {
@@ -111,21 +111,21 @@ impl Connection {
     pub(crate) fn turn(&mut self, shared: &Shared) -> Step {
         let (mut bytes, mut answers) = (0, 0);
         loop {
-            let done = match self.state {
-                State::Reading => self.read(shared),
-                State::Answering => self.answer(shared, &mut bytes),
-                State::Lingering(left) => self.linger(left),
+            let done = match self.phase {
+                Phase::Reading => self.read(shared),
+                Phase::Answering => self.answer(shared, &mut bytes),
+                Phase::Lingering(left) => self.linger(left),
             };
             match done {
                 Ok(None) => {
-                    answers += u32::from(self.state == State::Answering);
+                    answers += u32::from(self.phase == Phase::Answering);
                     if bytes >= TURN || answers > ANSWERS {
                         return Step::Wait { reads: true, writes: true };
                     }
                 }
                 Ok(Some(step)) => return step,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    let writes = self.state == State::Answering;
+                    let writes = self.phase == Phase::Answering;
                     return Step::Wait { reads: !writes, writes: writes || self.wire.wants_to_send() };
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -169,7 +169,7 @@ impl Connection {
             self.request.line = shown[..shown.len().min(1000)].escape_ascii().to_string();
         }
         self.input.drain(..length);
-        (self.seen, self.state) = (0, State::Answering);
+        (self.seen, self.phase) = (0, Phase::Answering);
         self.keeps = found.as_ref().is_ok_and(|request| request.keeps);
         let (status, text) = match found {
             Ok(request) => self.prepare(&request, shared),
@@ -299,10 +299,10 @@ impl Connection {
         (self.output, self.sent) = (Vec::new(), 0);
         if self.keeps {
             let next = if self.input.is_empty() { shared.settings.idle_time } else { shared.settings.head_time };
-            (self.state, self.deadline) = (State::Reading, Instant::now() + next);
+            (self.phase, self.deadline) = (Phase::Reading, Instant::now() + next);
         } else {
             self.wire.finish();
-            (self.state, self.deadline) = (State::Lingering(LINGER.1), Instant::now() + LINGER.0);
+            (self.phase, self.deadline) = (Phase::Lingering(LINGER.1), Instant::now() + LINGER.0);
         }
         None
     }
@@ -310,7 +310,7 @@ impl Connection {
     fn linger(&mut self, left: u64) -> io::Result<Option<Step>> {
         let mut thrown = [0; 4096];
         let count = self.wire.receive(&mut thrown)? as u64;
-        self.state = State::Lingering(left.saturating_sub(count));
+        self.phase = Phase::Lingering(left.saturating_sub(count));
         Ok((count == 0 || left <= count).then_some(Step::Close))
     }
 

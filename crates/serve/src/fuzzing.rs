@@ -55,3 +55,71 @@ pub fn check(mut input: &[u8], size: u64, there: u64) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::check;
+    use proptest::prelude::*;
+
+    const PIECES: [&str; 40] = [
+        "GET ",
+        "HEAD ",
+        "POST ",
+        "/",
+        "/a",
+        "..",
+        "%2e",
+        "%2f",
+        "%00",
+        "%",
+        "a",
+        "?",
+        "#",
+        "http://",
+        " HTTP/1.1\r\n",
+        " HTTP/1.0\r\n",
+        "Host: a\r\n",
+        "\r\n",
+        "\r\n\r\n",
+        "\n",
+        "Range: bytes=",
+        "0-",
+        "-5",
+        "7-9",
+        ",",
+        "18446744073709551615",
+        "99999999999999999999",
+        "If-Match: ",
+        "If-None-Match: ",
+        "If-Range: ",
+        "\"v\"",
+        "W/\"v\"",
+        "*",
+        "If-Modified-Since: ",
+        "Sun, 06 Nov 1994 08:49:37 GMT",
+        "Content-Length: 0\r\n",
+        "Connection: close\r\n",
+        "\0",
+        ":",
+        " ",
+    ];
+
+    proptest! {
+        #[test]
+        fn answers_fit_their_requests(
+            pieces in prop::collection::vec(prop::sample::select(&PIECES), 0..30), size in any::<u64>(), there in any::<u64>(),
+        ) {
+            check(pieces.concat().as_bytes(), size, there);
+        }
+
+        #[test]
+        fn answers_fit_well_formed_requests(
+            fields in prop::collection::vec((prop::sample::select(&PIECES[20..]), prop::sample::select(&PIECES[20..])), 0..5),
+            size in prop_oneof![0..12u64, any::<u64>()], there in any::<u64>(), head in any::<bool>(),
+        ) {
+            let fields: String = fields.iter().map(|(name, value)| format!("{name}{value}\r\n")).collect();
+            let method = if head { "HEAD" } else { "GET" };
+            check(format!("{method} /a HTTP/1.1\r\nHost: a\r\n{fields}\r\n").as_bytes(), size, there);
+        }
+    }
+}

@@ -36,7 +36,7 @@ mod conditions;
 mod connection;
 mod date;
 mod folder;
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 mod listing;
 mod log;

@@ -134,8 +134,8 @@ impl Server {
     /// Stops it. Waits at most `patience` for its threads: one that reads from a disk that hangs is left behind.
     pub fn stop(&mut self, patience: Duration) {
         self.state.stop.notify();
-        let until = Instant::now() + patience;
-        while Instant::now() < until && !self.threads.iter().all(JoinHandle::is_finished) {
+        let begun = Instant::now();
+        while begun.elapsed() < patience && !self.threads.iter().all(JoinHandle::is_finished) {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.threads.clear();
