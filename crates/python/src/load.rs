@@ -1,9 +1,9 @@
 //! `_core.Load` and `_core.View`.
 
 use crate::checkpoint::Checkpoint;
+use crate::disk_cache::DiskCache;
 use crate::dlpack::{capsule, Shape, CPU, CUDA, ROCM};
 use crate::errors::{detached, interruptibly, raise};
-use crate::disk_cache::DiskCache;
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
 use crate::leased::Leased;

@@ -4,7 +4,7 @@
 use super::join::read_all;
 use super::open::{open_detached, origins};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Origin, Stores};
+use crate::store::{Head, Origin, Stores};
 use std::ffi::{OsStr, OsString};
 use std::time::Duration;
 
@@ -29,6 +29,26 @@ pub fn names_in(
         names.and_then(|names| names.ok_or_else(file)).map_err(|e| e.at(origin.location()))
     };
     open_detached(names, stall, go_on)
+}
+
+/// Where each of these files is, with its size and its version. `stall` and `go_on` as in
+/// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
+///
+/// # Errors
+/// `NotFound`, `Permission`, `Io`, `Cancelled`, `Timeout`.
+pub(crate) fn heads<P: AsRef<OsStr>>(
+    files: &[P],
+    stores: &Stores,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<Vec<(Origin, Head)>> {
+    let files = origins(files, stores);
+    let all = move |watch: &_| {
+        let head = |file: &Origin| Ok(file.open(1, watch).map_err(|e| e.at(file.location()))?.close());
+        let heads = read_all(&files, watch, head)?;
+        Ok(files.into_iter().zip(heads).collect())
+    };
+    open_detached(all, stall, go_on)
 }
 
 /// All bytes of each of these files, several at a time. A file has `most` bytes at most. `stall` and `go_on` as in

@@ -38,7 +38,7 @@ pub use ahead::stop_reading_ahead;
 pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use disk_cache::stop_cache_work;
-pub use disk_cache::{CacheFolder, CacheProgress, CacheStatus, DiskCacheSettings, EntryInfo, Prune, Pruned};
+pub use disk_cache::{CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo, Prune, Pruned};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
 pub(crate) use file_objects::local_files;

@@ -35,7 +35,7 @@ pub use folder::{CacheFolder, DiskCacheSettings};
 pub(crate) use key::CacheKey;
 pub(crate) use map::BLOCK;
 pub use progress::{CacheProgress, CacheStatus};
-pub use room::{EntryInfo, Prune, Pruned};
+pub use room::{CacheRoom, EntryInfo, Prune, Pruned};
 pub(crate) use store::CachedStore;
 
 #[cfg(not(loom))]

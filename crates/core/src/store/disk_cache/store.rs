@@ -7,7 +7,7 @@
 use super::crew::{BlockBytes, CachedFile, Crew};
 use super::offline::Unasked;
 use super::progress::CacheProgress;
-use super::source::{CacheSource, CachedFiles};
+use super::source::{CacheSource, CachedFiles, OfDropped};
 use super::{BlockState, CacheEntry, CacheFolder, CacheKey, DiskCacheSettings, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{FileLanes, Lane};
@@ -33,6 +33,8 @@ pub(crate) struct CachedStore {
     inner: Arc<dyn Store>,
     settings: DiskCacheSettings,
     offline: bool,
+    /// Loads wait for the disk.
+    waits: bool,
     /// Opened when it is first needed.
     folder: Mutex<Option<Arc<CacheFolder>>>,
     /// Objects that were looked up lately: what they lack is written as it comes.
@@ -40,8 +42,8 @@ pub(crate) struct CachedStore {
 }
 
 impl CachedStore {
-    pub(crate) fn new(inner: Arc<dyn Store>, settings: DiskCacheSettings, offline: bool) -> CachedStore {
-        CachedStore { inner, settings, offline, folder: Mutex::default(), small: CacheProgress::new() }
+    pub(crate) fn new(inner: Arc<dyn Store>, settings: DiskCacheSettings, offline: bool, waits: bool) -> CachedStore {
+        CachedStore { inner, settings, offline, waits, folder: Mutex::default(), small: CacheProgress::new() }
     }
 
     fn folder(&self) -> Result<Arc<CacheFolder>> {
@@ -257,8 +259,13 @@ impl Store for CachedStore {
         progress.has_copies(whole.clone());
         let inner = self.inner.objects(objects)?;
         let (files, copies) = (Arc::new(files), Arc::new(Files::new(copies)));
-        let (store, asks_again) = (self.inner.clone(), self.settings.refetch && !self.offline);
-        Ok(Arc::new(CachedObjects { inner, store, asks_again, offline: self.offline, files, copies, whole, progress }))
+        let store = self.inner.clone();
+        let dropped = match () {
+            () if self.waits => OfDropped::Never,
+            () if self.settings.refetch && !self.offline => OfDropped::AskedAgain,
+            () => OfDropped::Forgotten,
+        };
+        Ok(Arc::new(CachedObjects { inner, store, dropped, offline: self.offline, files, copies, whole, progress }))
     }
 
     fn identity(&self, at: &Location) -> Option<String> {
@@ -275,7 +282,7 @@ impl Store for CachedStore {
 struct CachedObjects {
     inner: Arc<dyn Objects>,
     store: Arc<dyn Store>,
-    asks_again: bool,
+    dropped: OfDropped,
     offline: bool,
     files: Arc<CachedFiles>,
     /// The files of those that the cache has whole.
@@ -376,7 +383,7 @@ impl Objects for CachedObjects {
         };
         for LaneSource { lanes, source } in inner {
             let (files, store) = (self.files.clone(), self.store.clone());
-            let source = CacheSource::new(source, files, store, self.asks_again, request.staging, &self.progress)?;
+            let source = CacheSource::new(source, files, store, self.dropped, request.staging, &self.progress)?;
             let lanes = if lanes.is_empty() { vec![Lane::NETWORK, Lane::DISK_CACHE] } else { lanes };
             sources.push(LaneSource { lanes, source: Box::new(source) });
         }

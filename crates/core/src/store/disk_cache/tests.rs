@@ -1,6 +1,7 @@
 //! Entries of a cache in one process.
 
 use super::*;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 fn settings(folder: &Path) -> DiskCacheSettings {
@@ -52,9 +53,20 @@ fn blocks_that_were_written_are_there_for_the_next_open_and_synced_ones_after_a_
     assert_eq!(cache.known(&key).unwrap(), Some(("v1".to_owned(), size)));
     let [info] = &cache.entries().unwrap()[..] else { panic!("one entry") };
     assert_eq!((info.there, info.open, &info.address[..]), (size, true, "s3://bucket/model"));
-    assert_eq!(cache.prune(&Prune::All).unwrap(), Pruned { open: 1, ..Pruned::default() });
+    let pruned = cache.prune(&Prune::All, false).unwrap();
+    assert_eq!((pruned.open.len(), pruned.gone.len(), pruned.kept.len()), (1, 0, 0));
+    let (path, id) = (info.path.clone(), info.id.clone());
     drop((entry, other));
-    assert_eq!(cache.prune(&Prune::All).unwrap().entries, 1);
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().write_all_at(b"?", BLOCK + 5).unwrap();
+    let bad = vec![BLOCK..2 * BLOCK];
+    assert_eq!(cache.verify(&id, 0..9, false).unwrap(), Some((size, bad.clone())));
+    assert_eq!(cache.verify(&id, 1..3, true).unwrap(), Some((BLOCK + 1000, bad)));
+    assert_eq!(cache.verify(&id, 0..3, true).unwrap(), Some((BLOCK + 1000, vec![])));
+    assert_eq!(cache.verify("../x", 0..3, true).unwrap(), None);
+    assert_eq!(cache.prune(&Prune::All, true).unwrap().gone.len(), 1);
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
+    let room = cache.room().unwrap();
+    assert!(room.keep == 0 && room.free <= room.total && room.most.is_none());
     assert_eq!((cache.entries().unwrap().len(), cache.known(&key).unwrap()), (0, None));
     cache.note_list(&key, &["a".to_owned()]).unwrap();
     assert_eq!(cache.list(&key).unwrap().unwrap(), ["a"]);
