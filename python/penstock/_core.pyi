@@ -13,6 +13,7 @@ from penstock._choices import Cache, CacheState, Exchange, FillState, Io, Layout
 
 __all__ = [
     "CacheFill",
+    "CacheFolder",
     "DiskCache",
     "Checkpoint",
     "Leased",
@@ -21,6 +22,7 @@ __all__ = [
     "Mesh",
     "Options",
     "Pass",
+    "Pull",
     "Reader",
     "Save",
     "Seat",
@@ -205,6 +207,13 @@ class Checkpoint:
         """As the function `look`, of a file on a server."""
     def header_bytes(self, file: int) -> bytes:
         """The header of a file on a server, read once more: all bytes before its tensors."""
+    def check_copy(self, file: int, first: int, past: int) -> tuple[list[tuple[int, int]], bool]:
+        """Compares these blocks, of 1 MiB, of the disk cache's copy of a file with their checksums.
+
+        Returns the ranges of those that are bad, and whether they stay so because the cache can only be read. Otherwise
+        they are fetched again when they are wanted.
+        """
+
     def verify_unchanged(self) -> None: ...
 
 @final

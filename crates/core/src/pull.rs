@@ -14,7 +14,7 @@ use crate::memory::Anonymous;
 use crate::options::{Io, Options, MIB};
 use crate::save::Output;
 use crate::source::{wait_readable, Destination, Progress, Read, Source, SourceRequest};
-use crate::store::{Head, Object, Origin, Storage, Store, Stores, Version};
+use crate::store::{Head, Object, Storage, Store, Stores, Version};
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
 use crate::wake::Wake;
@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 const BLOCK: u64 = MIB;
 /// Reads in flight at most. Those that go to a file have a buffer each.
 const MOST_READS: usize = 256;
+/// Bytes of the longest object that a server may give only as a whole.
+const WHOLE: u64 = 64 * MIB;
 /// From one look at the caller's wish, and at a disk that is behind, to the next.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -183,7 +185,7 @@ impl SharedPull {
 
     fn run(&self, files: &[PullFile], stores: &Stores, options: &Options) -> Result<()> {
         let addresses: Vec<&OsString> = files.iter().map(|file| &file.from).collect();
-        let found = heads(&addresses, stores, options.stall_timeout, || !self.is_cancelled())?;
+        let found = heads(&addresses, WHOLE, stores, options.stall_timeout, || !self.is_cancelled())?;
         self.count(|status| {
             status.nbytes = found.iter().map(|(_, head)| head.size).sum();
             status.files = found.iter().zip(files).map(|((_, head), file)| pulled(head, file)).collect();
@@ -196,7 +198,18 @@ impl SharedPull {
             if is_there[number] {
                 continue;
             }
-            let Head { size, version, .. } = head;
+            let Head { mut bytes, size, version } = head;
+            if let Some(into) = file.into.as_deref().filter(|_| bytes.len() as u64 == size) {
+                let (mut output, _) = Output::new(into, size, false)?;
+                output.write_next(&mut bytes, 0)?;
+                output.seal(true)?;
+                output.publish(true)?;
+                self.count(|status| {
+                    status.done += size;
+                    status.files[number].complete = true;
+                });
+                continue;
+            }
             let object = Object { location: origin.location().absolute(), size, version };
             let wanted = Wanted { number, object, into: file.into.clone() };
             match of_stores.iter_mut().find(|(store, _)| Arc::ptr_eq(store, origin.store())) {
@@ -304,12 +317,6 @@ impl<'p> Copying<'p> {
     }
 
     fn run(mut self) -> Result<()> {
-        for file in 0..self.wanted.len() as u32 {
-            if self.wanted[file as usize].object.size == 0 {
-                self.target(file)?;
-                self.finish(file)?;
-            }
-        }
         let (mut events, mut moved) = (Vec::new(), Instant::now());
         let mut progress = self.cached_bytes();
         while !(self.queue.is_empty() && self.in_flight.is_empty()) {

@@ -31,20 +31,29 @@ pub fn names_in(
     open_detached(names, stall, go_on)
 }
 
-/// Where each of these files is, with its size and its version. `stall` and `go_on` as in
+/// Where each of these files is, with its size and its version; all bytes of those that a server gives only as a whole, if they
+/// have `most` at most. `stall` and `go_on` as in
 /// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
 ///
 /// # Errors
 /// `NotFound`, `Permission`, `Io`, `Cancelled`, `Timeout`.
 pub(crate) fn heads<P: AsRef<OsStr>>(
     files: &[P],
+    most: u64,
     stores: &Stores,
     stall: Duration,
     go_on: impl FnMut() -> bool,
 ) -> Result<Vec<(Origin, Head)>> {
     let files = origins(files, stores);
     let all = move |watch: &_| {
-        let head = |file: &Origin| Ok(file.open(1, watch).map_err(|e| e.at(file.location()))?.close());
+        let head = |file: &Origin| {
+            let opened = match file.open(1, watch) {
+                // The server sends all or nothing.
+                Err(e) if e.status() == Some(200) => file.open(most, watch),
+                opened => opened,
+            };
+            Ok(opened.map_err(|e| e.at(file.location()))?.close())
+        };
         let heads = read_all(&files, watch, head)?;
         Ok(files.into_iter().zip(heads).collect())
     };

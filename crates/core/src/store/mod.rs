@@ -52,7 +52,7 @@ pub use local::local;
 pub use location::Location;
 pub use look::{Asked, Look};
 pub(crate) use mounts::mount_of;
-pub use object::{CheckSize, Head, Object, Objects, OpenObject, ReadOn, Store, Traffic};
+pub use object::{CheckSize, CopyChecked, Head, Object, Objects, OpenObject, ReadOn, Store, Traffic};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
 pub(crate) use pread::{read_fully, Stopped};
