@@ -112,6 +112,12 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     def reader() -> _core.Reader:
         return _core.Reader(checkpoint(), Options())
 
+    def cache() -> _core.CacheFolder:
+        return _core.CacheFolder({"disk_cache": str(folder / "cache")})
+
+    def pulling() -> _core.Pull:
+        return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8))], options)
+
     path = str(file)
     measured = {"engine": "threads", "threads": 2, "depth": 2, "block": 4096, "device": 0, "nbytes": 4096}
     floats = {"F32": (2, 32, 1), "U8": (1, 8, 1)}
@@ -198,7 +204,19 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Reader.is_distant": Call(reader, 0),
         "Reader.view": Call(reader, 0, [(0, 4, 2)]),
         "Reader.tensor": Call(reader, 0, None, floats, lambda capsule: capsule),
+        "Checkpoint.check_copy": Call(checkpoint, 0, 0, 16),
         "CacheFill.wait": Call(filling, 1.0),
+        "CacheFolder.__new__": Call(None, {"disk_cache": str(folder / "cache")}),
+        "CacheFolder.prune": Call(cache, to_size=1 << 30, dry_run=True),
+        "CacheFolder.verify": Call(cache, "0" * 32, 0, 16, True),
+        "Pull.start": Call(
+            None,
+            [(path, str(folder / "pulled"), ("version", 8))],
+            options,
+            {"connections": 3},
+            ("http://127.0.0.1", "token"),
+        ),
+        "Pull.wait": Call(pulling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
         "Save.wait": Call(saving, 1.0),
         "Lookout.__new__": Call(None, "127.0.0.1", Options(), known()),
@@ -234,6 +252,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Save": saving,
         "Reader": reader,
         "CacheFill": filling,
+        "CacheFolder": cache,
+        "Pull": pulling,
         "Lookout": lookout,
         "Pass": known,
         "Standing": standing,

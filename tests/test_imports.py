@@ -122,7 +122,7 @@ FLOORS = [
     ["store", "source", "staging"],
     ["format", "device", "peers"],
     ["save", "plan", "engine", "stats.rs", "ceiling"],
-    ["load"],
+    ["load", "pull.rs"],
     ["lib.rs"],
 ]
 

@@ -25,6 +25,7 @@ THREADS = {
     "penstock-lookout": "peers/lookout.rs",
     "penstock-net": "store/remote/source.rs",
     "penstock-peers": "peers/exchange.rs",
+    "penstock-pull": "pull.rs",
     "penstock-pulse": "peers/pulse.rs",
     "penstock-read": "source/threads.rs",
     "penstock-save": "save/crew.rs",

@@ -13,6 +13,7 @@ from penstock._choices import Cache, CacheState, Exchange, FillState, Io, Layout
 
 __all__ = [
     "CacheFill",
+    "CacheFolder",
     "Checkpoint",
     "DiskCache",
     "Leased",
@@ -21,6 +22,7 @@ __all__ = [
     "Mesh",
     "Options",
     "Pass",
+    "Pull",
     "Reader",
     "Save",
     "Seat",
@@ -206,6 +208,13 @@ class Checkpoint:
         """As the function `look`, of a file on a server."""
     def header_bytes(self, file: int) -> bytes:
         """The header of a file on a server, read once more: all bytes before its tensors."""
+    def check_copy(self, file: int, first: int, past: int) -> tuple[list[tuple[int, int]], bool]:
+        """Compares these blocks, of 1 MiB, of the disk cache's copy of a file with their checksums.
+
+        Returns the ranges of those that are bad, and whether they stay so because the cache can only be read. Otherwise
+        they are fetched again when they are wanted.
+        """
+
     def verify_unchanged(self) -> None: ...
 
 @final
@@ -251,6 +260,64 @@ class DiskCache:
 
 def leave_cache_to_parent() -> None:
     """In a forked child: the parent's part of the disk cache is the parent's alone."""
+class CacheFolder:
+    """The folder of the disk cache that ``storage`` names: for commands.
+
+    An entry has "id", "address", "version", "size", "there" (bytes that are there), "disk" (bytes on the disk), "used"
+    (Unix seconds of the last use), "open" (somebody has it open) and "path".
+    """
+
+    def __new__(cls, storage: Storage | None = None) -> CacheFolder: ...
+    def access(self) -> tuple[bool, bool]:
+        """Whether this process may write to it, and whether nobody else than this user and root may."""
+
+    def path(self) -> str: ...
+    def entries(self) -> list[dict[str, Any]]:
+        """The entries, least recently used first."""
+
+    def room(self) -> tuple[int, int, int, int | None]:
+        """Bytes of the file system, those that are free, those that stay free, and the most bytes of the cache."""
+
+    def prune(
+        self,
+        *,
+        to_size: int | None = None,
+        older_than: float | None = None,
+        prefix: str | None = None,
+        dry_run: bool = False,
+    ) -> list[list[dict[str, Any]]]:
+        """Removes the entries that were not used for ``older_than`` seconds, that are too many for ``to_size`` bytes,
+        or whose address begins with ``prefix``; without one of these all. Returns the entries that went, those that
+        stay because they are open, and the others."""
+
+    def verify(self, id: str, first: int, past: int, forget: bool) -> tuple[int, list[tuple[int, int]]] | None:
+        """Compares these blocks of an entry with their CRC32C: how many bytes were compared, and the ranges of bad
+        blocks; None if the entry is gone. ``forget``: bad blocks are missing from now on."""
+
+class Pull:
+    """Copies of whole objects that a thread makes: into the disk cache, or into files of a folder."""
+
+    @staticmethod
+    def start(
+        files: Sequence[tuple[str, str | None, tuple[str, int] | None]],
+        options: Options,
+        storage: Storage | None = None,
+        bearer: tuple[str, str] | None = None,
+    ) -> Pull:
+        """Starts it. A file is its address, the path that it goes to (None: only into the disk cache), and version and
+        size of the file that is there."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def progress(self) -> tuple[int, int, int]:
+        """Bytes that are there, bytes in all, bytes that servers sent."""
+
+    def files(self) -> list[tuple[int, str | None, bool, bool]]:
+        """For each file: size, strong version, whether it was there before, whether it is there now."""
+
+    def uncached(self) -> str:
+        """Why the disk cache lacks something that files have; otherwise empty."""
+
+    def close(self) -> None: ...
 
 def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""

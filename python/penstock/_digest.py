@@ -25,6 +25,7 @@ from ._errors import (
 from ._event_words import Measured
 from ._events import NOTHING, Seen
 from ._hub import Expected, expected_digest
+from ._late_imports import importing
 from ._paths import is_web
 from ._patience import asking, patiently, stalled
 from ._progress import INTERVAL, Meter, Progress
@@ -38,6 +39,12 @@ _MOST_THREADS = 8
 
 _WINDOW = 128 << 20
 """Bytes of one file on a server that are read ahead of the hash."""
+
+_BLOCK = 1 << 20
+"""Bytes of a block of the disk cache."""
+
+_BLOCKS = 16
+"""Blocks that are compared at once."""
 
 _PATIENCE = 2.0
 """Seconds that an interrupted check waits for reads that hang before it leaves them behind."""
@@ -114,6 +121,8 @@ class _Hashing:
         self._failure: BaseException | None = None
         # Bytes read of each file that was opened. No lock: each worker writes to entries of its own, one operation each
         self._read: dict[int, int] = {}
+        #: Parts of copies that were compared. A lost count costs nothing
+        self._copies = 0
         self._stop = threading.Event()
         self._finished = threading.Event()
 
@@ -168,9 +177,9 @@ class _Hashing:
                     f"cannot start the thread that reads the files: {error}", path=self._paths[0]
                 ) from error
 
-    def _moved(self) -> tuple[int, int, int]:
+    def _moved(self) -> tuple[int, int, int, int]:
         """Changes with every answer of the file system."""
-        return self._bytes(), len(self._read), len(self._done)
+        return self._bytes(), len(self._read), len(self._done), self._copies
 
     def _bytes(self) -> int:
         return sum(list(self._read.values()))
@@ -245,10 +254,31 @@ class _Hashing:
         if core is None:
             raise InternalError("a file on a server that no checkpoint has", path=self._paths[i])
         size = _size_of(core, i)
+        self._check_copy(core, i, size)
         header = core.header_bytes(i)
         yield size, memoryview(header)
         for chunk in received(core, list(pieces(core, range(*core.file_tensors(i)))), _WINDOW, self._stall):
             yield size, memoryview(b"") if chunk is None else chunk
+
+    def _check_copy(self, core: _core.Checkpoint, i: int, size: int) -> None:
+        """Compares what the disk cache has of a file with its checksums: bad blocks are fetched again.
+
+        Raises:
+            DigestError: there are bad blocks in a cache that can only be read.
+        """
+        path = self._paths[i]
+        for first in range(0, -(-size // _BLOCK), _BLOCKS):
+            bad, stay = core.check_copy(i, first, first + _BLOCKS)
+            self._copies += 1
+            for begin, end in bad:
+                message = f"{path}: bytes {begin} to {end} in the disk cache are not those that came"
+                if stay:
+                    raise DigestError(f"{message}, and this user may only read it", path=path)
+                with importing():
+                    import logging
+                logging.getLogger("penstock").warning("%s: they are fetched again", message)
+            if self._stop.is_set():
+                return
 
     def _size(self, i: int) -> int:
         path = self._paths[i]

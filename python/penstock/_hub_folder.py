@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from urllib.parse import quote
+from collections.abc import Callable, Sequence
+from urllib.parse import quote, unquote
 
 from . import _core
 from ._choices import Storage
 from ._errors import InvalidError, NotFoundError
 from ._hub import SCHEME, asks_network, parse
-from ._hub_network import Pinned, Token, base, endpoint, explained, pin, token, without_credentials
-from ._patience import patiently
+from ._hub_network import Pinned, Token, base, endpoint, explained, open_commit, pin, token, without_credentials
+from ._patience import T, patiently
 
 
 class HubFolder:
@@ -41,11 +41,34 @@ class HubFolder:
 
         self._sent, self._pinned = patiently(ask, None, endpoint())
         self._source, self._most, self._storage = source, most, storage
+        self._reference = reference
         within, pinned = reference.within, self._pinned
         self.at = f"{SCHEME}{pinned.repository}@{pinned.commit}" + (f"/{within}" if within else "")
         """The address of ``source`` at this commit."""
         folder = within.rpartition("/")[0] if within in pinned.names else within
         self._folder = f"{folder}/" if folder else ""
+
+    def open(self, variant: str | None = None) -> _core.Checkpoint:
+        """The checkpoint that ``source`` is at this commit.
+
+        Raises:
+            NotFoundError, AccessError, ReadError: as `open_commit`.
+        """
+        source, storage = self._source, self._storage
+        return open_commit(source, self._reference, self._pinned, self._sent, None, storage, variant)
+
+    def address(self, name: str) -> str:
+        """The web address of a file of the folder."""
+        return base(self._pinned) + quote(self._folder + name)
+
+    def name(self, address: str) -> str:
+        """The path in the folder of the file at this address."""
+        return unquote(address).removeprefix(unquote(self.address("")))
+
+    def asked(self, ask: Callable[[tuple[str, str] | None, Storage | None], T]) -> T:
+        """The result of ``ask``, which asks the Hub with this token and these settings."""
+        storage = without_credentials(self._storage)
+        return explained(self._source, self._pinned, self._sent, lambda bearer: ask(bearer, storage))
 
     def names(self, within: str) -> list[str]:
         """The names of the files in a folder of it ("": in itself). Those of folders in there end with a slash."""
@@ -60,10 +83,5 @@ class HubFolder:
             UnsupportedError: one of them is too long.
             AccessError, ReadError: the Hub does not give them.
         """
-        addresses = [base(self._pinned) + quote(self._folder + name) for name in files]
-        return explained(
-            self._source,
-            self._pinned,
-            self._sent,
-            lambda bearer: _core.contents(addresses, self._most, None, without_credentials(self._storage), bearer),
-        )
+        addresses = [self.address(name) for name in files]
+        return self.asked(lambda bearer, storage: _core.contents(addresses, self._most, None, storage, bearer))

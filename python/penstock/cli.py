@@ -1,6 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: ``penstock inspect | load | plan | verify | warm | evict | doctor | trace | bench | convert |
-synth | serve | selftest | engines``.
+"""The command line: ``penstock inspect | load | plan | verify | warm | evict | pull | cache | doctor | trace | bench |
+convert | synth | serve | selftest | engines``.
 
 Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 77
 `selftest` finds no GPU, 130 interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the
@@ -55,7 +55,7 @@ _SOURCE = """a safetensors file, several files, a folder, an index file, or the 
 Hugging Face Hub: org/name, org/name@revision"""
 
 
-_OVER_NETWORK = ("inspect", "load", "plan", "verify", "doctor", "convert")
+_OVER_NETWORK = ("inspect", "load", "plan", "verify", "pull", "doctor", "convert")
 """Commands that take web addresses, and ask the Hub for what its local cache lacks."""
 _WRITTEN = ("into", "folder", "trace", "html", "json")
 """Arguments that name what is to be written."""
@@ -102,14 +102,15 @@ def _open(args: argparse.Namespace, stall_timeout: float | None = None) -> Check
 
 def _refuse_schemes(args: argparse.Namespace) -> None:
     """Refuses paths that begin with a scheme, such as s3://, before anything is done."""
-    for argument in ("source", "path", "file", "folder", "into", "trace", "html", "digests", "json"):
+    for argument in ("source", "path", "address", "file", "folder", "into", "trace", "html", "digests", "json"):
         value = getattr(args, argument, None)
         listed = value if isinstance(value, list) else [value]
         for path in listed:
-            repository = len(listed) == 1 and argument in ("source", "path") and str(path).startswith("hf://")
+            may_be = ("source", "path", "address")
+            repository = len(listed) == 1 and argument in may_be and str(path).startswith("hf://")
             if not isinstance(path, str) or repository:
                 continue
-            if argument in ("source", "path") and args.command in _OVER_NETWORK:
+            if argument in may_be and args.command in _OVER_NETWORK:
                 source_path(path, argument)
             elif args.command in ("warm", "evict") and is_web(path):
                 raise SchemeError(
@@ -567,6 +568,61 @@ def _page_cache(args: argparse.Namespace) -> None:
         raise _Failed
 
 
+# pull, cache
+
+
+def _cache_storage(args: argparse.Namespace) -> Storage:
+    """The settings of servers, with the disk cache that was named."""
+    folder = {"disk_cache": args.disk_cache} if args.disk_cache else {}
+    return cast("Storage", {**dict(args.storage), **folder})
+
+
+def _pull(args: argparse.Namespace) -> None:
+    from . import _disk_cache, _pull
+
+    storage = _cache_storage(args)
+    named = storage.get("disk_cache") or os.environ.get(_disk_cache.VARIABLE)
+    if args.folder is None and not named:
+        raise InvalidError(f"where to? Give a FOLDER, or --disk-cache FOLDER, or set {_disk_cache.VARIABLE}")
+    progress = False if args.no_progress or args.json else None
+    also, variant = args.also, args.variant
+    pulled = _pull.pull(args.address, args.folder, also=also, storage=storage, variant=variant, progress=progress)
+    document = {
+        "ok": True,
+        "address": without_secrets(args.address),
+        "folder": args.folder,
+        "disk_cache": None if named is None else os.fspath(named),
+        "files": [file._asdict() for file in pulled.files],
+        "nbytes": sum(file.nbytes for file in pulled.files),
+        "received_bytes": pulled.received_bytes,
+        "uncached": pulled.uncached,
+        "seconds": pulled.seconds,
+    }
+    _print(args, document, lambda: wrapped(_pull.described(pulled, args.folder, document["disk_cache"])))
+
+
+def _cache(args: argparse.Namespace) -> None:
+    from . import _disk_cache
+
+    cache = _disk_cache.open_cache(args.disk_cache, cast("Storage", dict(args.storage)))
+    if args.cache == "ls":
+        found = _disk_cache.listed(cache)
+        _print(args, found, lambda: _disk_cache.described(found))
+    elif args.cache == "prune":
+        chosen = {"to_size": args.to, "older_than": args.older_than, "prefix": args.prefix}
+        how = {name: value for name, value in chosen.items() if value is not None}
+        if len(how) + args.all != 1:
+            raise InvalidError("say what goes: --all, --to SIZE, --older-than AGE, or how the addresses begin")
+        found = _disk_cache.pruned(cache, args.dry_run, **how)
+        _print(args, found, lambda: _disk_cache.describe_pruned(found))
+    else:
+        progress = False if args.no_progress or args.json else None
+        found = _disk_cache.compared(cache, args.prefix or "", args.keep, progress)
+        _print(args, found, lambda: wrapped(_disk_cache.describe_compared(found)))
+        if not found["ok"]:
+            raise _Failed
+
+
 # doctor
 
 
@@ -719,6 +775,20 @@ def _rate(text: str) -> float:
     if rate <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no rate, such as 10GB/s")
     return rate
+
+
+def _bytes(text: str) -> int:
+    return int(_size(text))
+
+
+_AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def _age(text: str) -> float:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in _AGES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time, such as 7d, 12h or 30min")
+    return float(match[1]) * _AGES[match[2]]
 
 
 def _positive(text: str) -> int:
@@ -898,6 +968,49 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
 
     help = "remove the files from the page cache; needs no root"
     with_patience(with_source(command("evict", _page_cache, help)))
+
+    def with_cache(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        help = "the folder of the disk cache (default: PENSTOCK_STORAGE_DISK_CACHE)"
+        made.add_argument("--disk-cache", metavar="FOLDER", help=help)
+        return with_storage(made)
+
+    help = "fetch a model from a server: into the disk cache, or as plain files into a folder"
+    made = with_cache(command("pull", _pull, help))
+    help = "a folder in an object store (s3://, gs://, az://), a repository (hf://org/name), or an index or a file there "
+    made.add_argument("address", metavar="ADDRESS", help=help + "or on a web server")
+    help = "write plain files to it; those that are there in the server's version stay (default: fill the disk cache)"
+    made.add_argument("folder", nargs="?", metavar="FOLDER", help=help)
+    help = "also fetch all files below this address, or with FOLDER below this folder; may be repeated"
+    made.add_argument("--also", action="append", default=[], metavar="PLACE", help=help)
+    help = "the files of this variant: fp16 is model.fp16.safetensors"
+    made.add_argument("--variant", metavar="NAME", help=help)
+    made.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+    help = "show, shrink or check the disk cache"
+    made = commands.add_parser("cache", help=help, description=help[0].upper() + help[1:] + ".")
+    made.set_defaults(run=_cache)
+    below = made.add_subparsers(dest="cache", required=True, metavar="COMMAND")
+
+    def of_cache(name: str, help: str) -> argparse.ArgumentParser:
+        made = with_cache(below.add_parser(name, help=help, description=help[0].upper() + help[1:] + "."))
+        made.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+        return made
+
+    of_cache("ls", "list what the disk cache has, and its limits")
+    made = of_cache("prune", "remove objects from the disk cache, never those that a process has open")
+    prefix = "the objects whose addresses begin so"
+    made.add_argument("prefix", nargs="?", metavar="ADDRESS", help=prefix)
+    made.add_argument("--all", action="store_true", help="remove all objects")
+    help = "remove those that were used least recently, until the others have at most SIZE: 100GB"
+    made.add_argument("--to", type=_bytes, metavar="SIZE", help=help)
+    help = "remove those that were not used for so long: 7d, 12h"
+    made.add_argument("--older-than", type=_age, metavar="AGE", help=help)
+    made.add_argument("--dry-run", action="store_true", help="remove nothing; say what would go")
+    help = "compare what the disk cache has with its checksums; what is bad is fetched again by the next load"
+    made = of_cache("verify", help)
+    made.add_argument("prefix", nargs="?", metavar="ADDRESS", help=prefix + " (default: all)")
+    made.add_argument("--keep", action="store_true", help="leave bad blocks as they are; only say which")
+    made.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
     made = with_storage(command("doctor", _doctor, "show what this machine offers, and how penstock will load on it"))
     help = "a checkpoint or a folder: its file system is examined (default: .). Or its web address: its server is"

@@ -99,6 +99,7 @@ pub mod memory;
 pub mod options;
 pub mod peers;
 pub mod plan;
+pub mod pull;
 pub mod rows;
 pub mod save;
 pub mod source;

@@ -14,6 +14,7 @@ use penstock::format::{DType, FolderRequest};
 use penstock::options::{Cache, Io, Options, Order};
 use penstock::peers::{ListenAt, Lookout, Pass, Seat};
 use penstock::plan::shares::{RankWants, Shares};
+use penstock::pull::{Pull, PullFile};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
@@ -83,6 +84,22 @@ fn threads_of_a_load() {
         assert_eq!(tripped(name, || load(&checkpoint, options())).kind(), ErrorKind::Internal, "{name}");
     }
     load(&checkpoint, options()).unwrap();
+}
+
+#[test]
+fn the_thread_of_copies() {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, into) = (folder.path().join("from"), folder.path().join("into"));
+    let content: Vec<u8> = (0..SIZE).map(|at| (at % 251) as u8).collect();
+    std::fs::write(&from, &content).unwrap();
+    let copy = || {
+        let file = PullFile { from: from.clone().into(), into: Some(into.clone()), known: None };
+        Pull::start(vec![file], &Stores::default(), &Options::default())?.wait(SOON).map(drop)
+    };
+    tripped("penstock-pull", copy);
+    assert!(!into.exists());
+    copy().unwrap();
+    assert_eq!(std::fs::read(&into).unwrap(), content);
 }
 
 #[test]

@@ -199,6 +199,22 @@ impl Checkpoint {
         })
     }
 
+    /// Compares blocks, from `first` to `past`, of a copy of a file in the disk cache with their checksums. Returns the ranges of
+    /// those that are bad, and whether they stay so, because the cache can only be read.
+    fn check_copy<'py>(
+        &self,
+        py: Python<'py>,
+        file: usize,
+        first: u32,
+        past: u32,
+    ) -> Answer<'py, (Vec<(u64, u64)>, bool)> {
+        answer(py, || {
+            let file = self.file(file)?;
+            let found = detached(py, || file.check_copy(first..past))?;
+            Ok((found.bad.iter().map(|range| (range.start, range.end)).collect::<Vec<_>>(), found.stay))
+        })
+    }
+
     fn verify_unchanged(&self, py: Python<'_>) -> PyResult<()> {
         guarded(py, || {
             let files = self.0.local_files().map_err(|e| raise(py, &e))?;

@@ -1,11 +1,16 @@
-//! `penstock.DiskCache`: the work of the disk cache for one load.
+//! `penstock.DiskCache`: the work of the disk cache for one load. `_core.CacheFolder`: its folder, for commands.
 
-use crate::guard::{answer, guarded, perform, Answer, Held};
-use crate::waiting::patiently;
-use penstock::store::{leave_to_parent, CacheProgress, CacheStatus};
+use crate::errors::{detached, invalid};
+use crate::guard::{answer, guarded, perform, set_fields, Answer, Held};
+use crate::storage::stores_of;
+use crate::waiting::{patiently, time_of};
+use penstock::store::leave_to_parent;
+use penstock::store::{CacheFolder as Core, CacheProgress, CacheStatus, DiskCacheSettings, EntryInfo, Prune};
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::ffi::OsStr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, UNIX_EPOCH};
 
 /// The work of the disk cache for a load: a report's `disk_cache`. It goes on after the load.
 ///
@@ -136,6 +141,105 @@ impl DiskCache {
                 "<DiskCache {state}, {cached} bytes from the cache, {network} from servers, {written} written, {dropped} \
                  dropped{why}>"
             ))
+        })
+    }
+}
+
+/// The settings of the disk cache that these settings name.
+fn settings_of(py: Python<'_>, storage: Option<&Bound<'_, PyAny>>) -> PyResult<DiskCacheSettings> {
+    stores_of(py, storage, None)?.disk_cache().ok_or_else(|| invalid("no folder of a disk cache is named"))
+}
+
+/// The folder of a disk cache, for commands.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct CacheFolder(Held<Arc<Core>>);
+
+fn described<'py>(py: Python<'py>, entry: &EntryInfo) -> PyResult<Bound<'py, PyDict>> {
+    let d = PyDict::new(py);
+    set_fields!(d, entry, id, address, version, size, there, disk, open);
+    let used = entry.used.duration_since(UNIX_EPOCH).unwrap_or_default();
+    d.set_item("used", used.as_secs_f64())?;
+    d.set_item("path", entry.path.as_os_str())?;
+    Ok(d)
+}
+
+fn all_described<'py>(py: Python<'py>, entries: &[EntryInfo]) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    entries.iter().map(|entry| described(py, entry)).collect()
+}
+
+#[pymethods]
+impl CacheFolder {
+    #[new]
+    #[pyo3(signature = (storage = None))]
+    fn new(py: Python<'_>, storage: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        guarded(py, || {
+            let settings = settings_of(py, storage)?;
+            Ok(Self(Held::new(detached(py, || Core::open(&settings))?)))
+        })
+    }
+
+    /// Whether this process may write to it, and whether this user and root alone may.
+    fn access<'py>(&self, py: Python<'py>) -> Answer<'py, (bool, bool)> {
+        answer(py, || Ok((self.0.is_writable(), self.0.is_private())))
+    }
+
+    fn path<'a, 'py>(&'a self, py: Python<'py>) -> Answer<'py, &'a OsStr> {
+        answer(py, || Ok(self.0.path().as_os_str()))
+    }
+
+    /// The entries, least recently used first.
+    fn entries<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<Bound<'py, PyDict>>> {
+        answer(py, || all_described(py, &detached(py, || self.0.entries())?))
+    }
+
+    /// Bytes of the file system, those that are free, those that stay free, and most bytes of the cache or None.
+    fn room<'py>(&self, py: Python<'py>) -> Answer<'py, (u64, u64, u64, Option<u64>)> {
+        answer(py, || {
+            let room = detached(py, || self.0.room())?;
+            Ok((room.total, room.free, room.keep, room.most))
+        })
+    }
+
+    /// Removes the entries that were not used for `older_than` seconds, that are too many for `to_size` bytes, or whose address
+    /// begins with `prefix`; without one of these all. Returns those that went, that stay because they are open, and others.
+    #[pyo3(signature = (*, to_size = None, older_than = None, prefix = None, dry_run = false))]
+    fn prune<'py>(
+        &self,
+        py: Python<'py>,
+        to_size: Option<u64>,
+        older_than: Option<f64>,
+        prefix: Option<String>,
+        dry_run: bool,
+    ) -> Answer<'py, Vec<Vec<Bound<'py, PyDict>>>> {
+        answer(py, || {
+            let how = match (to_size, older_than, prefix) {
+                (None, None, None) => Prune::All,
+                (Some(size), None, None) => Prune::ToSize(size),
+                (None, Some(seconds), None) => Prune::OlderThan(time_of(seconds)),
+                (None, None, Some(prefix)) => Prune::Prefix(prefix),
+                _ => return Err(invalid("give one of to_size, older_than and prefix")),
+            };
+            let pruned = detached(py, || self.0.prune(&how, dry_run))?;
+            [&pruned.gone, &pruned.open, &pruned.kept]
+                .into_iter()
+                .map(|part| all_described(py, part))
+                .collect::<PyResult<Vec<_>>>()
+        })
+    }
+
+    /// Compares the blocks from `first` to `past` of an entry with their CRC32C. Returns how many bytes it compared, and the
+    /// ranges of bad blocks; None if the entry is gone. With `forget` these blocks are missing from now on.
+    fn verify<'py>(
+        &self,
+        py: Python<'py>,
+        id: &str,
+        first: u32,
+        past: u32,
+        forget: bool,
+    ) -> Answer<'py, Option<(u64, Vec<(u64, u64)>)>> {
+        answer(py, || {
+            let found = detached(py, || self.0.verify(id, first..past, forget))?;
+            Ok(found.map(|(bytes, bad)| (bytes, bad.iter().map(|range| (range.start, range.end)).collect::<Vec<_>>())))
         })
     }
 }

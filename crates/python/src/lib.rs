@@ -19,6 +19,7 @@ mod load;
 mod look;
 mod machine;
 mod options;
+mod pull;
 mod quiesce;
 mod raised;
 mod ranks;
@@ -41,7 +42,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::disk_cache::{leave_cache_to_parent, DiskCache};
+    use crate::disk_cache::{leave_cache_to_parent, CacheFolder, DiskCache};
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
@@ -54,6 +55,8 @@ mod _core {
     use crate::machine::{evict, gpus, probe, release_staging, residency, unwritable, warm};
     #[pymodule_export]
     use crate::options::{option_table, stall_timeout, Options};
+    #[pymodule_export]
+    use crate::pull::Pull;
     #[pymodule_export]
     use crate::quiesce::{quiesce, under_way};
     #[pymodule_export]

@@ -2,7 +2,9 @@
 
 use super::dtype::DType;
 use crate::error::Result;
-use crate::store::{identity, local_files, samples, Files, Location, Look, Object, Storage, Store, Version};
+use crate::store::{
+    identity, local_files, samples, CopyChecked, Files, Location, Look, Object, Storage, Store, Version,
+};
 use std::collections::BTreeMap;
 use std::hash::BuildHasher;
 use std::ops::Range;
@@ -63,6 +65,14 @@ impl ShardFile {
     /// The errors of [`Store::look`], and `Unsupported` for a file of this machine.
     pub fn look(&self, times: usize) -> Result<Look> {
         self.store.look(&self.location, times).map_err(|e| e.at(&self.spelled))
+    }
+
+    /// Compares blocks of a copy of it on a disk: see [`Store::check_copy`]. Blocks.
+    ///
+    /// # Errors
+    /// The errors of [`Store::check_copy`].
+    pub fn check_copy(&self, blocks: Range<u32>) -> Result<CopyChecked> {
+        self.store.check_copy(&self.object(), blocks)
     }
 
     /// Its header once more: all bytes before its tensors, of the version that was opened. Blocks.

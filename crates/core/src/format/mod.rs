@@ -25,4 +25,5 @@ pub(crate) use header::quoted;
 pub use header::{MAX_HEADER, MAX_RANK};
 #[cfg(any(test, feature = "testing"))]
 pub use index::index_files;
+pub(crate) use small_files::heads;
 pub use small_files::{contents, names_in};

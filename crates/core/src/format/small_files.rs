@@ -4,7 +4,7 @@
 use super::join::read_all;
 use super::open::{open_detached, origins};
 use crate::error::{Error, ErrorKind, Result};
-use crate::store::{Origin, Stores};
+use crate::store::{Head, Origin, Stores};
 use std::ffi::{OsStr, OsString};
 use std::time::Duration;
 
@@ -29,6 +29,35 @@ pub fn names_in(
         names.and_then(|names| names.ok_or_else(file)).map_err(|e| e.at(origin.location()))
     };
     open_detached(names, stall, go_on)
+}
+
+/// Where each of these files is, with its size and its version; all bytes of those that a server gives only as a whole, if they
+/// have `most` at most. `stall` and `go_on` as in
+/// [`Checkpoint::open_cancellable`](super::Checkpoint::open_cancellable).
+///
+/// # Errors
+/// `NotFound`, `Permission`, `Io`, `Cancelled`, `Timeout`.
+pub(crate) fn heads<P: AsRef<OsStr>>(
+    files: &[P],
+    most: u64,
+    stores: &Stores,
+    stall: Duration,
+    go_on: impl FnMut() -> bool,
+) -> Result<Vec<(Origin, Head)>> {
+    let files = origins(files, stores);
+    let all = move |watch: &_| {
+        let head = |file: &Origin| {
+            let opened = match file.open(1, watch) {
+                // The server sends all or nothing.
+                Err(e) if e.status() == Some(200) => file.open(most, watch),
+                opened => opened,
+            };
+            Ok(opened.map_err(|e| e.at(file.location()))?.close())
+        };
+        let heads = read_all(&files, watch, head)?;
+        Ok(files.into_iter().zip(heads).collect())
+    };
+    open_detached(all, stall, go_on)
 }
 
 /// All bytes of each of these files, several at a time. A file has `most` bytes at most. `stall` and `go_on` as in

@@ -26,4 +26,5 @@ mod plan;
 pub use chunks::At;
 pub use crew::SaveReport;
 pub use handle::{Save, SaveRequest, Wanted};
+pub(crate) use output::Output;
 pub use plan::{Arrangement, FilePlan, SavePlan, Tensor};

@@ -24,11 +24,14 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, Permi
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+/// Bytes after which the disk begins to write a file that comes in its order.
+const WRITTEN_BACK: u64 = 16 << 20;
+
 static NUMBERS: AtomicU64 = AtomicU64::new(0);
 
 /// A file that is being written.
 #[derive(Debug)]
-pub(super) struct Output {
+pub(crate) struct Output {
     /// The name that it gets.
     pub(super) path: PathBuf,
     size: u64,
@@ -48,7 +51,7 @@ pub(super) struct Output {
 impl Output {
     /// A file of `size` bytes that will be called `path`. With `direct` it can be written past the page cache. If the
     /// file system refuses that, the refusal is returned.
-    pub(super) fn new(path: &Path, size: u64, direct: bool) -> Result<(Output, Option<Fallback>)> {
+    pub(crate) fn new(path: &Path, size: u64, direct: bool) -> Result<(Output, Option<Fallback>)> {
         check_name(path)?;
         let folder = parent(path);
         let in_order = takes_bytes_in_order(folder);
@@ -177,9 +180,28 @@ impl Output {
         self.file.write_all_at(bytes, 0).map_err(|e| Error::write("write", &e).at(&self.path))
     }
 
+    /// Writes the next bytes of it, which begin at `at`: blocks come in their order. Those of the first one may change.
+    pub(crate) fn write_next(&mut self, bytes: &mut [u8], at: u64) -> Result<()> {
+        if at == 0 {
+            self.hold_back(bytes);
+        }
+        let failed = |e: &io::Error| match is_full(e) {
+            true => self.lacks_room(e, self.size),
+            false => Error::write("write", e).at(&self.path),
+        };
+        self.file.write_all_at(bytes, at).map_err(|e| failed(&e))?;
+        if at > 0 && at % WRITTEN_BACK == 0 {
+            // The wait at the end is short if the disk begins now. Where it is refused, the wait is longer.
+            let (from, len, how) = (at - WRITTEN_BACK, WRITTEN_BACK, libc::SYNC_FILE_RANGE_WRITE);
+            // SAFETY: a plain system call on a descriptor of ours.
+            unsafe { libc::sync_file_range(self.file.as_raw_fd(), from as i64, len as i64, how) };
+        }
+        Ok(())
+    }
+
     /// Every byte is written: gives the file its size, and waits until it is on the disk if that was asked for. Returns
     /// what the file system refused.
-    pub(super) fn seal(&self, sync: bool) -> Result<Option<Fallback>> {
+    pub(crate) fn seal(&self, sync: bool) -> Result<Option<Fallback>> {
         if self.direct.is_some() {
             self.file.set_len(self.size).map_err(|e| Error::write("set the size (ftruncate)", &e).at(&self.path))?;
         }
@@ -218,7 +240,7 @@ impl Output {
     }
 
     /// Gives the file its name. A file that had the name is gone.
-    pub(super) fn publish(&mut self, sync: bool) -> Result<()> {
+    pub(crate) fn publish(&mut self, sync: bool) -> Result<()> {
         if let Some(in_place) = &mut self.in_place {
             in_place.complete(&self.file).map_err(|e| Error::write("write", &e).at(&self.path))?;
             self.seal(sync)?;

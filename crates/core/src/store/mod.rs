@@ -41,7 +41,7 @@ pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use disk_cache::stop_cache_work;
 pub use disk_cache::{
-    is_disk_cache, leave_to_parent, CacheFolder, CacheProgress, CacheStatus, DiskCacheSettings, EntryInfo, GivenObject,
+    is_disk_cache, leave_to_parent, CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo, GivenObject,
     Prune, Pruned,
 };
 pub(crate) use facts::file_system;
@@ -57,7 +57,7 @@ pub use local::local;
 pub use location::Location;
 pub use look::{Asked, Look};
 pub(crate) use mounts::mount_of;
-pub use object::{CheckSize, Head, Object, Objects, OpenObject, ReadOn, Store, Traffic};
+pub use object::{CheckSize, CopyChecked, Head, Object, Objects, OpenObject, ReadOn, Store, Traffic};
 pub(crate) use origin::Origin;
 pub(crate) use patience::patiently;
 pub(crate) use pread::{read_fully, Stopped};

@@ -59,6 +59,15 @@ pub struct Object {
     pub version: Version,
 }
 
+/// The result of [`Store::check_copy`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CopyChecked {
+    /// The bytes of bad blocks.
+    pub bad: Vec<Range<u64>>,
+    /// They stay, because the copy can only be read.
+    pub stay: bool,
+}
+
 /// The traffic of a load with servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Traffic {
@@ -271,6 +280,16 @@ pub trait Store: Send + Sync + Debug {
     fn identity(&self, at: &Location) -> Option<String> {
         let _ = at;
         None
+    }
+
+    /// Compares blocks, of 1 MiB, of a copy of the object that the store has on a disk with their checksums. Bad ones are asked of
+    /// the server from now on, if the copy can be written.
+    ///
+    /// # Errors
+    /// Those of the copy's file system.
+    fn check_copy(&self, object: &Object, blocks: Range<u32>) -> Result<CopyChecked> {
+        let _ = (object, blocks);
+        Ok(CopyChecked::default())
     }
 
     /// Measures requests for an object, `times` at most: for `penstock doctor`.

@@ -57,6 +57,28 @@ impl Stores {
         Stores { local: Arc::default(), settings }
     }
 
+    /// The same stores for copies of whole objects: their disk cache drops nothing, and compares what it gives.
+    #[cfg(feature = "remote")]
+    #[must_use]
+    pub(crate) fn for_copies(&self) -> Stores {
+        let mut stores = self.clone();
+        (stores.settings.cache.waits, stores.settings.cache.verify) = (true, true);
+        stores
+    }
+
+    /// The same stores.
+    #[cfg(not(feature = "remote"))]
+    #[must_use]
+    pub(crate) fn for_copies(&self) -> Stores {
+        self.clone()
+    }
+
+    /// The settings of the disk cache in front of these stores, if there is one.
+    #[cfg(feature = "remote")]
+    pub fn disk_cache(&self) -> Option<DiskCacheSettings> {
+        disk_cache(&self.settings.cache)
+    }
+
     /// The files and folders with the certificates that https trusts with these settings.
     ///
     /// # Errors
@@ -153,6 +175,13 @@ pub fn forget_stores() {
     }
 }
 
+/// The settings of the disk cache, if there is one.
+#[cfg(feature = "remote")]
+fn disk_cache(settings: &CacheSettings) -> Option<DiskCacheSettings> {
+    let CacheSettings { folder, size, free, shared, verify, forgets, .. } = settings.clone();
+    Some(DiskCacheSettings { folder: folder?, size, free, shared, verify, refetch: !forgets })
+}
+
 /// The store of a provider with these settings: a known one, or a new one.
 #[cfg(feature = "remote")]
 fn made(provider: &'static Provider, settings: &StorageSettings) -> Arc<dyn Store> {
@@ -167,15 +196,13 @@ fn made(provider: &'static Provider, settings: &StorageSettings) -> Arc<dyn Stor
         made.remove(0);
     }
     let mut store: Arc<dyn Store> = Arc::new(Web::of(provider, settings.clone(), environment.clone()));
-    let CacheSettings { folder, size, free, shared, verify, forgets, offline, mirrors, mirror_token } =
-        settings.cache.clone();
+    let CacheSettings { offline, mirrors, mirror_token, waits, .. } = settings.cache.clone();
     if !mirrors.is_empty() && !offline {
         let mirrors = mirrors.into_iter().map(|address| Web::of_mirror(settings, address, mirror_token.clone()));
         store = Arc::new(MirroredStore::new(store, mirrors.collect()));
     }
-    if let Some(folder) = folder {
-        let cache = DiskCacheSettings { folder, size, free, shared, verify, refetch: !forgets };
-        store = Arc::new(CachedStore::new(store, cache, offline));
+    if let Some(cache) = disk_cache(&settings.cache) {
+        store = Arc::new(CachedStore::new(store, cache, offline, waits));
     }
     made.push(MadeStore { scheme, environment, settings: settings.clone(), store: store.clone() });
     store

@@ -4,6 +4,7 @@ use super::directory::{refused, Directory, PART};
 use super::lock::{held, retried, try_lock, unlock, unlock_all, LockKind};
 use super::map::{blocks, boot_tag, random, slots, MapHeader, Slot, BLOCK, MOST_BYTES, MOST_HEADER, SLOT};
 use crate::error::{Error, ErrorKind, Result};
+use crate::memory::Anonymous;
 use crate::options::PAGE;
 use crate::store::facts::facts_of;
 use crate::sync::{lock, Mutex};
@@ -154,7 +155,7 @@ pub(super) fn close_to_others(map: &File) -> io::Result<bool> {
 }
 
 impl CacheEntry {
-    /// Opens the entry of this name. Its use is recorded if it may be written.
+    /// Opens the entry of this name.
     pub(super) fn open(folder: &Directory, id: &str, write: bool) -> Result<OpenedEntry> {
         let map_path = folder.path().join(map_name(id));
         let failed = |e: io::Error| Error::io("open the map", &e).at(&map_path);
@@ -201,7 +202,6 @@ impl CacheEntry {
             process: std::process::id(),
         };
         maps().push(entry.map.as_raw_fd());
-        entry.touch();
         Ok(OpenedEntry::Entry(Box::new(entry)))
     }
 
@@ -233,8 +233,8 @@ impl CacheEntry {
         })
     }
 
-    /// Records that it is used now.
-    fn touch(&self) {
+    /// Records that it is used now, if it may be written.
+    pub(super) fn touch(&self) {
         if self.writable {
             // SAFETY: a descriptor that is held here; no times means now.
             let _not_recorded = unsafe { libc::futimens(self.map.as_raw_fd(), std::ptr::null()) };
@@ -530,7 +530,7 @@ impl CacheEntry {
         // The end of the last block would be written as a whole page, past the end of the file.
         let aligned = bytes.len() as u64 % PAGE == 0 && bytes.as_ptr().addr() as u64 % PAGE == 0;
         if aligned && !self.direct_failed.load(Ordering::Relaxed) {
-            if let Some(direct) = self.direct.get_or_init(|| self.open_direct()) {
+            if let Some(direct) = self.direct.get_or_init(|| self.open_direct(true)) {
                 match direct.write_all_at(bytes, at) {
                     Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                         self.direct_failed.store(true, Ordering::Relaxed);
@@ -543,11 +543,11 @@ impl CacheEntry {
     }
 
     /// The data file past the page cache, if its file system has that for whole pages.
-    fn open_direct(&self) -> Option<File> {
+    fn open_direct(&self, write: bool) -> Option<File> {
         let own = OwnedFd::from(self.data.try_clone().ok()?);
         let unit = facts_of(&own, &self.data_path).ok()?.lanes.unit?;
         let flags = libc::O_DIRECT | libc::O_NOFOLLOW;
-        let direct = File::options().write(true).custom_flags(flags).open(&self.data_path).ok()?;
+        let direct = File::options().read(!write).write(write).custom_flags(flags).open(&self.data_path).ok()?;
         let (one, other) = (direct.metadata().ok()?, self.data.metadata().ok()?);
         (unit <= PAGE && (one.dev(), one.ino()) == (other.dev(), other.ino())).then_some(direct)
     }
@@ -622,6 +622,36 @@ impl CacheEntry {
         let Some(crc) = self.slot(block)?.crc() else { return Ok(true) };
         self.read(range, &mut bytes)?;
         Ok(crc32c::crc32c(&bytes) == crc)
+    }
+
+    /// The same for a run of blocks, past the page cache where that is possible: the bytes are those on the disk, and what is
+    /// resident stays. Returns the bytes that were compared, and the ranges of bad blocks. With `forget` these are missing from
+    /// now on.
+    pub(super) fn verify_run(&self, run: Range<u32>, forget: bool) -> Result<(u64, Vec<Range<u64>>)> {
+        let memory = Anonymous::new(BLOCK)?;
+        let direct = self.open_direct(false);
+        let (mut compared, mut bad) = (0, Vec::new());
+        for block in run.start..run.end.min(self.blocks()) {
+            let Some(crc) = self.slot(block)?.crc() else { continue };
+            let range = self.range(block);
+            let len = (range.end - range.start) as usize;
+            // SAFETY: the memory is this function's own, and has at least a block.
+            let all = unsafe { std::slice::from_raw_parts_mut(memory.at(), memory.len()) };
+            // A direct read ends at a page, or at the end of the file.
+            let pages = len.next_multiple_of(PAGE as usize);
+            let read = direct.as_ref().map(|direct| read_up_to(direct, &mut all[..pages], range.start));
+            if !matches!(read, Some(Ok(got)) if got >= len) {
+                self.read(range.clone(), &mut all[..len])?;
+            }
+            compared += len as u64;
+            if crc32c::crc32c(&all[..len]) != crc {
+                if forget {
+                    self.forget(block)?;
+                }
+                bad.push(range);
+            }
+        }
+        Ok((compared, bad))
     }
 
     /// Whether these bytes, which are all of a block, have its CRC32C, or it is not there.

@@ -161,7 +161,10 @@ impl CacheFolder {
         let id = object_id(&key.hash, version, size);
         let Some(folder) = self.below(OBJECTS, &id, false)? else { return Ok(None) };
         match CacheEntry::open(&folder, &id, self.writable)? {
-            OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => Ok(Some(Arc::from(entry))),
+            OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => {
+                entry.touch();
+                Ok(Some(Arc::from(entry)))
+            }
             _ => Ok(None),
         }
     }

@@ -38,7 +38,7 @@ pub use given::{is_disk_cache, GivenObject};
 pub(crate) use key::CacheKey;
 pub(crate) use map::BLOCK;
 pub use progress::{CacheProgress, CacheStatus};
-pub use room::{EntryInfo, Prune, Pruned};
+pub use room::{CacheRoom, EntryInfo, Prune, Pruned};
 pub(crate) use store::CachedStore;
 
 #[cfg(not(loom))]

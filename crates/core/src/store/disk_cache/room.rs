@@ -1,7 +1,7 @@
 //! Room on the disk: eviction of the entries that were used least recently, the list of entries, and leftovers.
 
 use super::directory::{Directory, PART};
-use super::entry::{data_name, header_of, is_open, map_name};
+use super::entry::{data_name, header_of, is_open, map_name, CacheEntry, OpenedEntry};
 use super::folder::{remove, version_in, CacheFolder, EVICTING, LISTS, NAMES, OBJECTS};
 use super::key::{is_object_id, lock_byte, object_id};
 use super::map::{blocks, boot_tag, slots, MapHeader, BLOCK, SLOT};
@@ -9,6 +9,7 @@ use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
@@ -54,14 +55,27 @@ pub enum Prune {
 }
 
 /// The result of [`CacheFolder::prune`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pruned {
     /// Entries that were removed.
-    pub entries: u64,
-    /// Their bytes on the disk.
-    pub bytes: u64,
+    pub gone: Vec<EntryInfo>,
     /// Entries that stay because somebody has them open.
-    pub open: u64,
+    pub open: Vec<EntryInfo>,
+    /// Entries that were not to be removed.
+    pub kept: Vec<EntryInfo>,
+}
+
+/// The room of a cache, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CacheRoom {
+    /// Of its file system.
+    pub total: u64,
+    /// Of these, the ones that this user may still write.
+    pub free: u64,
+    /// Of these, the ones that stay free.
+    pub keep: u64,
+    /// Most bytes of the cache; `None`: no limit.
+    pub most: Option<u64>,
 }
 
 /// An entry as eviction sees it.
@@ -102,10 +116,9 @@ impl CacheFolder {
 
     /// Bytes that are to be evicted before so many more fit.
     fn lacking(&self, bytes: u64) -> Result<u64> {
-        let (total, free) = self.space()?;
-        let keep = self.settings.free.unwrap_or((total / 10).min(FREE));
+        let CacheRoom { free, keep, most, .. } = self.room()?;
         let lacking = bytes.saturating_add(keep).saturating_sub(free);
-        let Some(most) = self.settings.size else { return Ok(lacking) };
+        let Some(most) = most else { return Ok(lacking) };
         let used: u64 = self.evictable()?.iter().map(|one| one.disk).sum();
         Ok(lacking.max(used.saturating_add(bytes).saturating_sub(most)))
     }
@@ -123,13 +136,15 @@ impl CacheFolder {
         Ok(found)
     }
 
-    /// Removes entries that nobody has open, and leftovers.
-    pub fn prune(&self, how: &Prune) -> Result<Pruned> {
+    /// Removes entries that nobody has open, and leftovers. With `dry` it removes nothing, and says what would go.
+    pub fn prune(&self, how: &Prune, dry: bool) -> Result<Pruned> {
         let mut pruned = Pruned::default();
-        if !self.is_writable() {
+        if !self.is_writable() && !dry {
             return Err(Error::permission("the disk cache is read-only").at(self.path()));
         }
-        self.remove_leftovers()?;
+        if !dry {
+            self.remove_leftovers()?;
+        }
         let entries = self.entries()?;
         let mut used: u64 = entries.iter().map(|entry| entry.disk).sum();
         let now = SystemTime::now();
@@ -140,16 +155,36 @@ impl CacheFolder {
                 Prune::OlderThan(age) => now.duration_since(entry.used).is_ok_and(|unused| unused >= *age),
                 Prune::Prefix(start) => entry.address.starts_with(start),
             };
-            if chosen && self.evict(&entry.id)? {
+            let goes = chosen && if dry { !entry.open } else { self.evict(&entry.id)? };
+            if goes {
                 used -= entry.disk;
-                pruned.entries += 1;
-                pruned.bytes += entry.disk;
+                pruned.gone.push(entry);
             } else if chosen {
-                pruned.open += 1;
+                pruned.open.push(entry);
+            } else {
+                pruned.kept.push(entry);
             }
         }
-        self.forget_names(how)?;
+        if !dry {
+            self.forget_names(how)?;
+        }
         Ok(pruned)
+    }
+
+    /// Compares the bytes of an entry's blocks on the disk with their CRC32C. No use is recorded. Returns how many bytes it
+    /// compared, and the blocks that are bad; `None`: there is no such entry any more. With `forget` bad blocks are missing from
+    /// now on.
+    ///
+    /// # Errors
+    /// `Io`. `Permission`: a bad block of a read-only cache is to be forgotten.
+    pub fn verify(&self, id: &str, blocks: Range<u32>, forget: bool) -> Result<Option<(u64, Vec<Range<u64>>)>> {
+        let Some(folder) = is_object_id(id).then(|| self.below(OBJECTS, id, false)).transpose()?.flatten() else {
+            return Ok(None);
+        };
+        match CacheEntry::open(&folder, id, self.is_writable())? {
+            OpenedEntry::Entry(entry) => entry.verify_run(blocks, forget).map(Some),
+            _ => Ok(None),
+        }
     }
 
     /// Removes an entry; false: somebody has it open or makes it.
@@ -247,15 +282,17 @@ impl CacheFolder {
         Ok(())
     }
 
-    /// The bytes of the file system, and the ones that this user may still write.
-    fn space(&self) -> Result<(u64, u64)> {
+    /// The room for the cache.
+    pub fn room(&self) -> Result<CacheRoom> {
         // SAFETY: all zeros are a valid `statvfs`.
         let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
         // SAFETY: one structure is written.
         if unsafe { libc::fstatvfs(self.root.file().as_raw_fd(), &raw mut found) } != 0 {
             return Err(Error::io("ask for free room", &io::Error::last_os_error()).at(self.path()));
         }
-        Ok((found.f_blocks.saturating_mul(found.f_frsize), found.f_bavail.saturating_mul(found.f_frsize)))
+        let total = found.f_blocks.saturating_mul(found.f_frsize);
+        let keep = self.settings.free.unwrap_or((total / 10).min(FREE));
+        Ok(CacheRoom { total, free: found.f_bavail.saturating_mul(found.f_frsize), keep, most: self.settings.size })
     }
 }
 

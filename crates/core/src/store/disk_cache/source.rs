@@ -72,14 +72,24 @@ pub(super) struct CacheSource {
     events: Vec<Progress>,
 }
 
+/// What becomes of blocks that come faster than the disk takes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OfDropped {
+    /// There are none: blocks come as slowly as the disk takes them.
+    Never,
+    /// The server is asked for them again, when no load runs.
+    AskedAgain,
+    /// The next load asks for them.
+    Forgotten,
+}
+
 /// What the flow needs done, done.
 struct Hands {
     inner: Box<dyn Source>,
     files: Arc<CachedFiles>,
     /// The store of the server.
     store: Arc<dyn Store>,
-    /// Blocks that were dropped are asked for again.
-    asks_again: bool,
+    of_dropped: OfDropped,
     share: Share,
     most_buffers: usize,
     held: Arc<AtomicUsize>,
@@ -109,7 +119,7 @@ impl CacheSource {
         inner: Box<dyn Source>,
         files: Arc<CachedFiles>,
         store: Arc<dyn Store>,
-        asks_again: bool,
+        of_dropped: OfDropped,
         staging: u64,
         progress: &Arc<CacheProgress>,
     ) -> Result<CacheSource> {
@@ -125,7 +135,7 @@ impl CacheSource {
             inner,
             files,
             store,
-            asks_again,
+            of_dropped,
             share,
             most_buffers,
             held: Arc::default(),
@@ -339,7 +349,8 @@ impl Carrier for Hands {
             self.progress.has_dropped(if file.folder.is_writable() { bytes } else { 0 });
             return false;
         }
-        if self.writing.load(Ordering::Relaxed) >= self.most_buffers / 2 {
+        let is_behind = self.writing.load(Ordering::Relaxed) >= self.most_buffers / 2;
+        if is_behind && self.of_dropped != OfDropped::Never {
             self.progress.has_dropped(bytes);
             self.dropped.push(block);
             return false;
@@ -484,7 +495,7 @@ impl Drop for CacheSource {
         looker.stop();
         let was_cancelled = hands.cancelled;
         flow.cancel(hands);
-        if was_cancelled || !hands.asks_again {
+        if was_cancelled || hands.of_dropped != OfDropped::AskedAgain {
             return;
         }
         let mut of_file: BTreeMap<u32, Vec<u32>> = BTreeMap::new();

@@ -7,7 +7,7 @@
 use super::crew::{BlockBytes, CachedFile, Crew};
 use super::offline::Unasked;
 use super::progress::CacheProgress;
-use super::source::{CacheSource, CachedFiles};
+use super::source::{CacheSource, CachedFiles, OfDropped};
 use super::{BlockState, CacheEntry, CacheFolder, CacheKey, DiskCacheSettings, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{FileLanes, Lane};
@@ -16,7 +16,7 @@ use crate::store::facts::Facts;
 use crate::store::files::Files;
 use crate::store::location::Location;
 use crate::store::look::Look;
-use crate::store::object::{Head, Object, Objects, Store, Traffic};
+use crate::store::object::{CopyChecked, Head, Object, Objects, Store, Traffic};
 use crate::store::read_cost::Sample;
 use crate::store::residency::Residency;
 use crate::store::stat::identity_of;
@@ -33,6 +33,8 @@ pub(crate) struct CachedStore {
     inner: Arc<dyn Store>,
     settings: DiskCacheSettings,
     offline: bool,
+    /// Loads wait for the disk.
+    waits: bool,
     /// Open as long as something uses it: a store that is kept for later holds no file of the disk.
     folder: Mutex<Weak<CacheFolder>>,
     /// Objects that were looked up lately: what they lack is written as it comes.
@@ -40,8 +42,8 @@ pub(crate) struct CachedStore {
 }
 
 impl CachedStore {
-    pub(crate) fn new(inner: Arc<dyn Store>, settings: DiskCacheSettings, offline: bool) -> CachedStore {
-        CachedStore { inner, settings, offline, folder: Mutex::default(), small: CacheProgress::new() }
+    pub(crate) fn new(inner: Arc<dyn Store>, settings: DiskCacheSettings, offline: bool, waits: bool) -> CachedStore {
+        CachedStore { inner, settings, offline, waits, folder: Mutex::default(), small: CacheProgress::new() }
     }
 
     fn folder(&self) -> Result<Arc<CacheFolder>> {
@@ -182,14 +184,18 @@ impl Store for CachedStore {
             Some(known) if known.1 > 0 && has(known) => 1,
             _ => first,
         };
-        let head = self.inner.head(at, ask)?;
+        let head = match self.inner.head(at, ask) {
+            // Some servers send small objects only as a whole.
+            Err(e) if ask < first && e.status() == Some(200) => self.inner.head(at, first)?,
+            head => head?,
+        };
         let Version::Strong(version) = &head.version else { return Ok(head) };
         let found = (version.clone(), head.size);
         if folder.is_writable() && known.as_ref() != Some(&found) {
             // Without it, the next open asks for the first bytes again.
             let _not_noted = folder.note(&key, version, head.size);
         }
-        if ask < first.min(head.size) {
+        if head.bytes.len() as u64 != first.min(head.size) {
             return self.head_of(at, found, first);
         }
         if head.bytes.len() as u64 >= BLOCK.min(head.size) && head.size > 0 {
@@ -267,12 +273,26 @@ impl Store for CachedStore {
         let inner = self.inner.objects(objects)?;
         // A process that was stopped may write a block that another one has written in its place.
         let (files, copies) = (Arc::new(files), Arc::new(Files::new(copies).rewritten()));
-        let (store, asks_again) = (self.inner.clone(), self.settings.refetch && !self.offline);
-        Ok(Arc::new(CachedObjects { inner, store, asks_again, offline: self.offline, files, copies, whole, progress }))
+        let store = self.inner.clone();
+        let dropped = match () {
+            () if self.waits => OfDropped::Never,
+            () if self.settings.refetch && !self.offline => OfDropped::AskedAgain,
+            () => OfDropped::Forgotten,
+        };
+        Ok(Arc::new(CachedObjects { inner, store, dropped, offline: self.offline, files, copies, whole, progress }))
     }
 
     fn identity(&self, at: &Location) -> Option<String> {
         self.inner.identity(at)
+    }
+
+    fn check_copy(&self, object: &Object, blocks: Range<u32>) -> Result<CopyChecked> {
+        let (Version::Strong(version), Some((folder, key))) = (&object.version, self.key(&object.location)?) else {
+            return Ok(CopyChecked::default());
+        };
+        let Some(entry) = folder.find(&key, version, object.size)? else { return Ok(CopyChecked::default()) };
+        let (_, bad) = entry.verify_run(blocks, entry.is_writable())?;
+        Ok(CopyChecked { bad, stay: !entry.is_writable() })
     }
 
     fn look(&self, at: &Location, times: usize) -> Result<Look> {
@@ -285,7 +305,7 @@ impl Store for CachedStore {
 struct CachedObjects {
     inner: Arc<dyn Objects>,
     store: Arc<dyn Store>,
-    asks_again: bool,
+    dropped: OfDropped,
     offline: bool,
     files: Arc<CachedFiles>,
     /// The files of those that the cache has whole.
@@ -386,7 +406,7 @@ impl Objects for CachedObjects {
         };
         for LaneSource { lanes, source } in inner {
             let (files, store) = (self.files.clone(), self.store.clone());
-            let source = CacheSource::new(source, files, store, self.asks_again, request.staging, &self.progress)?;
+            let source = CacheSource::new(source, files, store, self.dropped, request.staging, &self.progress)?;
             let lanes = if lanes.is_empty() { vec![Lane::NETWORK, Lane::DISK_CACHE] } else { lanes };
             sources.push(LaneSource { lanes, source: Box::new(source) });
         }

@@ -54,6 +54,8 @@ pub struct CacheSettings {
     pub verify: bool,
     /// Bytes that the disk did not take in time are left to the next load.
     pub forgets: bool,
+    /// Nothing is dropped: loads are as slow as the disk.
+    pub waits: bool,
     /// No server is asked.
     pub offline: bool,
     /// Addresses of other nodes that serve what their caches have.
