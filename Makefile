@@ -43,7 +43,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
 .PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
 
 help:
@@ -108,7 +108,7 @@ test-rust: environment
 # Compiled modules are kept where the environment says no too: each process would compile all tests again, which takes twice
 # as long as the rest of what it imports.
 WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
-PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
+PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_LOAD=$(TARGET)/release/load \
 	PENSTOCK_TEST_NETBENCH=$(TARGET)/release \
 	$(RUN) -m pytest --durations=20
 
@@ -118,15 +118,18 @@ export PENSTOCK_TEST_PRESSURE := $(shell for r in cpu io memory; do \
 	sed -n "s/^some .*avg60=\([^ ]*\).*/$$r=\1/p" /proc/pressure/$$r 2>/dev/null; done)
 endif
 
-test-python: develop libraries
-	cargo build -p fakegpu
-	cargo build --release -p penstock-core --example load
-	cargo build --release -p netbench
+test-python: develop libraries programs
 	$(RUN) -m compileall -q python/penstock
 	failed=0; \
 	$(PYTEST) -m machine || failed=1; \
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not machine" || failed=1; \
 	exit $$failed
+
+# The extension is named, and not built: with it the dependencies have the features that it wants of them, so that they and the
+# core are those that `develop` has compiled.
+programs: environment
+	cargo build --release -p penstock-python -p netbench -p load --bin netbench --bin load
+	cargo build -p fakegpu
 
 # Every combination of parameters: tests/pairwise.py chooses some for `make test`.
 test-whole:
@@ -315,8 +318,8 @@ tsan:
 	$(TSAN) test -Zbuild-std --target $(HOST) -p penstock-core --lib --tests -- $(patsubst %,--skip %,$(UNFENCED) $(SLOWED))
 
 valgrind:
-	cargo build -p penstock-core --example load
-	$(PYTHON) tools/valgrind.py $(TARGET)/debug/examples/load
+	cargo build -p load
+	$(PYTHON) tools/valgrind.py $(TARGET)/debug/load
 
 # The parts that make no system call. Property tests and time limits are left to `make test`: miri is 100 x slower and more.
 MIRI = CARGO_TARGET_DIR=$(TARGET)/miri MIRIFLAGS=-Zmiri-disable-isolation cargo +$(NIGHTLY) miri test -p penstock-core
