@@ -20,6 +20,8 @@ TRANSFORMERS_4_VENV := $(CURDIR)/.transformers-4/venv
 RAY_VENV := $(CURDIR)/.ray/venv
 RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+# What is there before the extension: .ci/run wants the libraries, which nothing may install beside it.
+FIRST :=
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "pytest-xdist>=3.6" "hypothesis>=6" \
 	"hatchling>=1.27" numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
@@ -43,7 +45,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web netbench peers wheel versions aarch64 deny clean
 .PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
 
 help:
@@ -89,7 +91,7 @@ libraries: environment
 	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(LIBRARIES) $(TOOLS)
 
 # The extension is told no commit here: it would be linked again after each.
-develop: environment
+develop: environment $(FIRST)
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/maturin develop --release --quiet
 	@$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation ./patch
 
@@ -100,8 +102,9 @@ test: test-rust test-python
 
 # Rust tests that observe page cache, time or threads: alone, after the others, and tried again where others disturb them.
 OBSERVING := ceilings device_gpu load_gpu load_pipeline load_threads load_throttled save source
+RUST_TESTED := --workspace --exclude penstock-python
 test-rust: environment
-	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) --workspace --exclude penstock-python
+	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) $(RUST_TESTED)
 
 # Processes that run tests which compute. Many of them wait for others, so there are more than processors. Not many more: each
 # imports torch and collects all tests, which takes 10 s of a processor. Tests that observe the machine run alone, before them.
@@ -130,6 +133,11 @@ test-python: develop libraries programs
 programs: environment
 	cargo build --release -p penstock-python -p netbench -p load --bin netbench --bin load
 	cargo build -p fakegpu
+
+# All that tests run. Cargo has a lock for each profile: what is for Rust's tests is built beside the extension.
+built: rust-programs develop programs
+rust-programs: environment
+	cargo test --no-run $(RUST_TESTED)
 
 # Every combination of parameters: tests/pairwise.py chooses some for `make test`.
 test-whole:
