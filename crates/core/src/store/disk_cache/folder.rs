@@ -188,10 +188,13 @@ impl CacheFolder {
         })?;
         match CacheEntry::open(&folder, &id, true)? {
             OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
+            OpenedEntry::Leftover(why) if !remove(&folder, &id)? => {
+                return Err(refused(&format!("{why}, and another process has it open")).at(path()));
+            }
+            OpenedEntry::Entry(_) if !remove(&folder, &id)? => {
+                return Err(refused("it is of another object, and another process has it open").at(path()));
+            }
             _ => {}
-        }
-        if !remove(&folder, &id)? {
-            return Err(refused("its files are not whole, and another process has them open").at(path()));
         }
         let (address, version) = (key.shown.clone(), version.to_owned());
         CacheEntry::make(&folder, &id, &MapHeader { key: key.hash, size, address, version, made: SystemTime::now() })?;

@@ -287,7 +287,7 @@ impl Store for CachedStore {
     }
 
     fn check_copy(&self, object: &Object, blocks: Range<u32>) -> Result<CopyChecked> {
-        let (Version::Strong(version), Some((folder, key))) = (&object.version, self.key(&object.location)?) else {
+        let (Version::Strong(version), Ok((folder, key))) = (&object.version, self.key(&object.location)?) else {
             return Ok(CopyChecked::default());
         };
         let Some(entry) = folder.find(&key, version, object.size)? else { return Ok(CopyChecked::default()) };

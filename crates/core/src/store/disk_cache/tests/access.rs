@@ -126,7 +126,7 @@ fn a_file_that_others_may_write_or_that_is_another_users_is_refused() {
     }
     set_mode(&paths[0], 0o666);
     assert!(cache.entries().unwrap().is_empty());
-    cache.prune(&Prune::OlderThan(std::time::Duration::MAX)).unwrap();
+    cache.prune(&Prune::OlderThan(std::time::Duration::MAX), false).unwrap();
     assert_eq!(files(&cache.path().join("objects")), [] as [PathBuf; 0]);
 }
 
@@ -162,7 +162,7 @@ fn links_are_not_followed() {
     symlink(&outside, format!("{}.part", file.display())).unwrap();
     cache.note(&key("model"), "v2", 1).unwrap();
     symlink(&outside, format!("{}.part", map.display())).unwrap();
-    cache.prune(&Prune::All).unwrap();
+    cache.prune(&Prune::All, false).unwrap();
     assert_eq!(files(cache.path()).len(), 1, "links are removed as links");
     assert_eq!(fs::read(&outside).unwrap(), b"mine");
     // Folders.
@@ -285,7 +285,7 @@ pub(super) fn play(role: &str, folder: &Path, words: &[String]) {
             cache.note_list(&key("new"), &[]).unwrap();
             assert!(!cache.make_room(1).unwrap());
             assert_eq!(cache.entries().unwrap().len(), 1);
-            assert_eq!(cache.prune(&Prune::All).unwrap_err().kind(), ErrorKind::Permission);
+            assert_eq!(cache.prune(&Prune::All, false).unwrap_err().kind(), ErrorKind::Permission);
         }
         _ => panic!("no role {role}"),
     }

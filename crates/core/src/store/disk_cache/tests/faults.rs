@@ -96,7 +96,7 @@ fn files_that_are_not_whole_are_made_anew_unless_they_are_open() {
         assert_eq!(check(&entry), 3, "{harm}");
         drop(entry);
         inflict(&data, &map);
-        cache.prune(&Prune::OlderThan(std::time::Duration::from_secs(3600))).unwrap();
+        cache.prune(&Prune::OlderThan(std::time::Duration::from_secs(3600)), false).unwrap();
         let left = files(&cache.path().join("objects")).len();
         assert_eq!(left, if harm == "a leftover" { 2 } else { 0 }, "{harm}: leftovers are removed");
     }
@@ -313,7 +313,7 @@ proptest! {
             }
         }
         cache.entries().unwrap();
-        cache.prune(&Prune::ToSize(0)).unwrap();
+        cache.prune(&Prune::ToSize(0), false).unwrap();
         let again = CacheFolder::open(&settings(cache.path()));
         prop_assert_eq!(again.is_ok(), cache.path().join("penstock-disk-cache") != found[which] || seed.is_empty() && at % 2 == 1);
         let entry = cache.find_or_make(&key("model"), "v", size).unwrap();

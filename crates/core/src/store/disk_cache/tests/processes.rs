@@ -125,7 +125,7 @@ fn a_child_plays_its_role() {
             let end = Instant::now() + Duration::from_millis(words[2].parse().unwrap());
             let mut removed = 0;
             while Instant::now() < end {
-                removed += cache.prune(&Prune::All).unwrap().entries;
+                removed += cache.prune(&Prune::All, false).unwrap().gone.len();
                 cache.entries().unwrap();
                 cache.make_room(BLOCK).unwrap();
             }
@@ -250,7 +250,7 @@ fn a_killed_holder_has_no_claims_and_a_stopped_one_keeps_them() {
         entry.write(block_number, &block(&entry, block_number)).unwrap();
     }
     assert_eq!((entry.sync().unwrap(), entry.state(6).unwrap()), (3, BlockState::Claimed(number)));
-    assert_eq!(cache.prune(&Prune::All).unwrap().open, 1);
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().open.len(), 1);
     signal(holder.id(), libc::SIGCONT);
     goes_on(&mut holder);
     assert!(holder.wait().unwrap().success());
@@ -301,7 +301,7 @@ fn a_parent_that_drops_an_entry_ends_its_claims_beside_a_forked_child() {
     said(&mut parent, "dropped ");
     assert_eq!(entry.state(4).unwrap(), BlockState::Missing);
     drop(entry);
-    assert_eq!(cache.prune(&Prune::All).unwrap().entries, 1, "it is open no more");
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1, "it is open no more");
     kill(parent);
     signal(forked, libc::SIGKILL);
 }

@@ -59,7 +59,7 @@ fn what_is_open_stays() {
     assert!(!limited.make_room(4 * BLOCK).unwrap());
     assert_eq!((names(&cache), check(&entry)), (vec!["open".to_owned()], 2));
     assert!(cache.entries().unwrap()[0].open);
-    assert_eq!(cache.prune(&Prune::All).unwrap(), Pruned { open: 1, ..Pruned::default() });
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().open.len(), 1);
     drop(entry);
     assert!(!cache.entries().unwrap()[0].open);
     assert!(limited.make_room(4 * BLOCK).unwrap());
@@ -87,14 +87,14 @@ fn prune_removes_what_it_is_told() {
     assert!(infos.iter().all(|info| info.there == info.size && info.disk >= info.size && !info.open));
     assert!(infos.iter().all(|info| info.path.metadata().unwrap().blocks() * 512 == info.disk));
     assert!(infos.iter().all(|info| info.path.file_name().unwrap().to_str().unwrap() == format!("{}.data", info.id)));
-    assert_eq!(cache.prune(&Prune::OlderThan(Duration::from_secs(75 * 60))).unwrap().entries, 1);
+    assert_eq!(cache.prune(&Prune::OlderThan(Duration::from_secs(75 * 60)), false).unwrap().gone.len(), 1);
     assert_eq!(names(&cache), ["x/b", "y/c", "y/d"]);
     assert_eq!(cache.known(&key("x/a")).unwrap(), None, "its version goes with it");
-    assert_eq!(cache.prune(&Prune::Prefix("s3://bucket/y/c".to_owned())).unwrap().entries, 1);
-    let pruned = cache.prune(&Prune::ToSize(infos[3].disk)).unwrap();
-    assert_eq!((pruned.entries, pruned.bytes, names(&cache)), (1, infos[1].disk, vec!["y/d".to_owned()]));
+    assert_eq!(cache.prune(&Prune::Prefix("s3://bucket/y/c".to_owned()), false).unwrap().gone.len(), 1);
+    let pruned = cache.prune(&Prune::ToSize(infos[3].disk), false).unwrap();
+    assert_eq!((&pruned.gone[..], names(&cache)), (&infos[1..2], vec!["y/d".to_owned()]));
     assert!(cache.list(&key("x")).unwrap().is_some() && cache.known(&key("y/d")).unwrap().is_some());
-    assert_eq!(cache.prune(&Prune::All).unwrap().entries, 1);
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
     assert_eq!(files(cache.path()).len(), 1, "the marker");
 }
 
@@ -109,5 +109,22 @@ fn files_of_others_in_the_cache_are_no_obstacle() {
     std::fs::write(objects.join("qq/readme.map"), b"text").unwrap();
     std::fs::create_dir(cache.path().join("names/readme")).unwrap();
     assert_eq!(names(&cache), ["model"]);
-    assert_eq!(cache.prune(&Prune::All).unwrap().entries, 1);
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
+}
+
+#[test]
+fn blocks_are_compared_by_the_name_of_their_entry_and_a_dry_prune_removes_nothing() {
+    use std::os::unix::fs::FileExt;
+    let (_folder, cache) = cache();
+    used(&cache, "model", 3, 5);
+    let [info] = &cache.entries().unwrap()[..] else { panic!("one entry") };
+    std::fs::OpenOptions::new().write(true).open(&info.path).unwrap().write_all_at(b"?", BLOCK + 5).unwrap();
+    let bad = vec![BLOCK..2 * BLOCK];
+    assert_eq!(cache.verify(&info.id, 0..9, false).unwrap(), Some((3 * BLOCK, bad.clone())));
+    assert_eq!(cache.verify(&info.id, 1..3, true).unwrap(), Some((2 * BLOCK, bad)));
+    assert_eq!(cache.verify(&info.id, 0..3, true).unwrap(), Some((2 * BLOCK, vec![])));
+    assert_eq!(cache.verify("../x", 0..3, true).unwrap(), None);
+    assert_eq!((cache.prune(&Prune::All, true).unwrap().gone.len(), names(&cache).len()), (1, 1));
+    let room = cache.room().unwrap();
+    assert!(room.keep == 0 && room.free <= room.total && room.most.is_none());
 }
