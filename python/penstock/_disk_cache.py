@@ -119,10 +119,13 @@ def describe_pruned(found: Mapping[str, Any]) -> str:
     rows = [line(word, entry) for entry in found["gone"]]
     rows += [line("stays", entry, "a process has it open") for entry in found["open"]]
     lines = [table(rows, right=(2,), narrow=1)] if rows else []
-    disk = {key: sum(entry["disk"] for entry in found[key]) for key in ("gone", "open", "kept")}
-    goes = f"{len(found['gone'])} {'would go' if found['dry_run'] else 'went'} ({size_text(disk['gone'])})"
-    stays = f"{len(found['open'])} stay because they are open ({size_text(disk['open'])}), " if found["open"] else ""
-    lines.append(f"{goes}, {stays}{len(found['kept'])} were not meant ({size_text(disk['kept'])})")
+
+    def many(entries: list[dict[str, Any]]) -> str:
+        return f"{len(entries)} object{'s' * (len(entries) != 1)}, {size_text(sum(entry['disk'] for entry in entries))}"
+
+    lines.append(f"{'would go' if found['dry_run'] else 'gone'}: {many(found['gone'])}")
+    lines += [f"open, so they stay: {many(found['open'])}"] if found["open"] else []
+    lines += [f"not chosen, so they stay: {many(found['kept'])}"] if found["kept"] else []
     return "\n".join(lines)
 
 
@@ -232,5 +235,3 @@ def describe_compared(found: Mapping[str, Any]) -> str:
     if bad:
         lines.append("they stay as they are" if found["kept"] else "the next load fetches them again")
     return "\n".join(lines)
-
-
