@@ -68,7 +68,7 @@ def _rows(entries: list[dict[str, Any]], now: float) -> list[list[str]]:
 
 
 def listed(cache: _core.CacheFolder) -> dict[str, Any]:
-    """What the cache has, and its limits."""
+    """The objects of the cache, their sums, and its limits."""
     entries = cache.entries()
     total, free, keep, most = cache.room()
     sums = {key: sum(entry[key] for entry in entries) for key in ("size", "there", "disk")}
@@ -85,7 +85,7 @@ def listed(cache: _core.CacheFolder) -> dict[str, Any]:
 
 
 def described(found: Mapping[str, Any]) -> str:
-    """What `listed` found, as text."""
+    """The result of `listed`, as text."""
     entries, sums, limits = found["entries"], found["total"], found["limits"]
     file_system = found["file_system"]
     head = f"{found['folder']}: {len(entries)} object{'s' * (len(entries) != 1)}"

@@ -67,7 +67,7 @@ class Pulled(NamedTuple):
     received_bytes: int
     """Bytes that servers sent."""
     uncached: str
-    """Why the disk cache lacks something of it; empty without a reason."""
+    """The reason for which the disk cache lacks something of it; empty without one."""
     seconds: float
 
 
