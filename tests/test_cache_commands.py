@@ -181,7 +181,7 @@ def test_a_folder_gets_the_files_of_the_model(run, tmp_path, bucket, model, monk
     assert files_in(folder) == {name: model[name] for name in WANTED}
     assert penstock.open(folder).keys() == penstock.open("s3://bucket/m/").keys()
     # Again: nothing of the weights is asked for, except their versions
-    os.remove(folder / NAMES[0])
+    (folder / NAMES[0]).unlink()
     (folder / "config.json").write_text("changed here")
     status, found = run("pull", "s3://bucket/m", folder)
     assert status == 0

@@ -346,8 +346,9 @@ def test_every_command_and_flag_is_described():
     parser = cli._parser()
     [commands] = [action for action in parser._actions if action.dest == "command"]
     listed = dict(commands.choices)
-    [below] = [action for action in listed["engines"]._actions if action.dest == "engines"]
-    listed |= {f"engines {name}": command for name, command in below.choices.items()}
+    for group in ("engines", "cache"):
+        [below] = [action for action in listed[group]._actions if action.dest == group]
+        listed |= {f"{group} {name}": command for name, command in below.choices.items()}
     for name, command in listed.items():
         assert f"penstock {name} " in text
         for action in command._actions:

@@ -166,6 +166,7 @@ def test_no_folder_of_remote_stores_takes_a_name_from_its_own_floor_or_one_above
 #: What of the core names files, besides `store` and `source`, and which.
 NAMES_FILES = {
     "save": "files that are written",
+    "pull.rs": "files that are written",
     "ceiling": "files whose rates are measured",
     "timeline.rs": "the trace",
     "error.rs": "where an error happened",
@@ -328,6 +329,8 @@ def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path,
         ["verify", source],
         ["warm", source],
         ["evict", source],
+        ["pull", "--help"],
+        ["cache", "ls", "--help"],
         ["doctor", source, "--no-measure"],
         ["trace", trace],
         ["trace", trace, "--html", str(tmp_path / "trace.html")],

@@ -315,7 +315,7 @@ class Pull:
         """For each file: size, strong version, whether it was there before, whether it is there now."""
 
     def uncached(self) -> str:
-        """Why the disk cache lacks something that files have; otherwise empty."""
+        """The reason for which the disk cache lacks something that files have; otherwise empty."""
 
     def close(self) -> None: ...
 

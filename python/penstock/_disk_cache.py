@@ -68,7 +68,7 @@ def _rows(entries: list[dict[str, Any]], now: float) -> list[list[str]]:
 
 
 def listed(cache: _core.CacheFolder) -> dict[str, Any]:
-    """What the cache has, and its limits."""
+    """The objects of the cache, their sums, and its limits."""
     entries = cache.entries()
     total, free, keep, most = cache.room()
     sums = {key: sum(entry[key] for entry in entries) for key in ("size", "there", "disk")}
@@ -85,7 +85,7 @@ def listed(cache: _core.CacheFolder) -> dict[str, Any]:
 
 
 def described(found: Mapping[str, Any]) -> str:
-    """What `listed` found, as text."""
+    """The result of `listed`, as text."""
     entries, sums, limits = found["entries"], found["total"], found["limits"]
     file_system = found["file_system"]
     head = f"{found['folder']}: {len(entries)} object{'s' * (len(entries) != 1)}"
@@ -119,10 +119,13 @@ def describe_pruned(found: Mapping[str, Any]) -> str:
     rows = [line(word, entry) for entry in found["gone"]]
     rows += [line("stays", entry, "a process has it open") for entry in found["open"]]
     lines = [table(rows, right=(2,), narrow=1)] if rows else []
-    disk = {key: sum(entry["disk"] for entry in found[key]) for key in ("gone", "open", "kept")}
-    goes = f"{len(found['gone'])} {'would go' if found['dry_run'] else 'went'} ({size_text(disk['gone'])})"
-    stays = f"{len(found['open'])} stay because they are open ({size_text(disk['open'])}), " if found["open"] else ""
-    lines.append(f"{goes}, {stays}{len(found['kept'])} were not meant ({size_text(disk['kept'])})")
+
+    def many(entries: list[dict[str, Any]]) -> str:
+        return f"{len(entries)} object{'s' * (len(entries) != 1)}, {size_text(sum(entry['disk'] for entry in entries))}"
+
+    lines.append(f"{'would go' if found['dry_run'] else 'gone'}: {many(found['gone'])}")
+    lines += [f"open, so they stay: {many(found['open'])}"] if found["open"] else []
+    lines += [f"not chosen, so they stay: {many(found['kept'])}"] if found["kept"] else []
     return "\n".join(lines)
 
 
@@ -232,5 +235,3 @@ def describe_compared(found: Mapping[str, Any]) -> str:
     if bad:
         lines.append("they stay as they are" if found["kept"] else "the next load fetches them again")
     return "\n".join(lines)
-
-

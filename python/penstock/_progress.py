@@ -46,12 +46,22 @@ class _Plain:
         self._every = INTERVAL if self._tty else 5.0
         self._next = 0.0
         self._last = (0, 0)
+        self._begun: tuple[float, int] | None = None
 
     def _write(self, end: str) -> None:
         done, total = self._last
         share = 100.0 * done / total if total else 100.0
-        sys.stderr.write(f"\r{self._label}: {done / 1e9:.2f}/{total / 1e9:.2f} GB ({share:.0f}%)" + end)
+        sys.stderr.write(f"\r{self._label}: {done / 1e9:.2f}/{total / 1e9:.2f} GB ({share:.0f}%){self._pace()}" + end)
         sys.stderr.flush()
+
+    def _pace(self) -> str:
+        """The rate since the first bytes, and the time that is left at this rate."""
+        now, (done, total) = time.monotonic(), self._last
+        begun, first = self._begun = self._begun or (now, done)
+        if done <= first or now <= begun:
+            return ""
+        rate = (done - first) / (now - begun)
+        return f", {rate / 1e9:.2f} GB/s, {max(0, total - done) / rate:.0f} s left"
 
     def update(self, done: int, total: int) -> None:
         self._last = (done, total)

@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -67,7 +67,7 @@ class Pulled(NamedTuple):
     received_bytes: int
     """Bytes that servers sent."""
     uncached: str
-    """Why the disk cache lacks something of it; empty without a reason."""
+    """The reason for which the disk cache lacks something of it; empty without one."""
     seconds: float
 
 
@@ -102,7 +102,9 @@ def _model(address: str, storage: Storage, variant: str | None, code: bool) -> t
         place, query = re.split(r"(?=[?#])", address, maxsplit=1) if re.search(r"[?#]", address) else (address, "")
         folder = place.rpartition("/")[0] + "/"
         if not all(file.startswith(folder) for file in core.files()):
-            raise UnsupportedError("a name and a password in an address: give storage= credentials", path=without_secrets(address))
+            raise UnsupportedError(
+                "a name and a password in an address: give storage= credentials", path=without_secrets(address)
+            )
         weights = {file.removeprefix(folder): file + query for file in core.files()}
         others = {} if place in core.files() else {place.removeprefix(folder): address}
         return _of_model(address, weights, others, _plain(storage))
@@ -132,7 +134,7 @@ def _of_model(
 def _all_below(place: str, storage: Storage) -> _Files:
     """All files of a folder, and of the folders in it."""
     if place.lower().startswith(("http://", "https://")):
-        text = "a web server does not say which files it has: --also takes a folder of an object store, of the Hub, or here"
+        text = "a web server does not say which files it has: give a folder in an object store, on the Hub, or here"
         raise InvalidError(f"{without_secrets(place)}: {text}")
     asked = _plain(storage)
     if place.startswith(SCHEME):
@@ -255,9 +257,7 @@ class _Moving:
         if addresses:
             files.asked(lambda bearer, storage: self._move(addresses, bearer, storage))
 
-    def _move(
-        self, addresses: Mapping[str, str], bearer: tuple[str, str] | None, storage: Storage | None
-    ) -> None:
+    def _move(self, addresses: Mapping[str, str], bearer: tuple[str, str] | None, storage: Storage | None) -> None:
         folder = self._folder
         asked: list[tuple[str, str | None, tuple[str, int] | None]] = [
             (address, None, None) if folder is None else (address, folder.place(path), folder.known(path, address))
@@ -341,7 +341,7 @@ def pull(
         into = _Folder(folder)
     with under_way(f"a pull of {without_secrets(address)}"), Meter(progress, "pull") as meter:
         moving = _Moving(into, meter)
-        with into.held() if into is not None else suppress():
+        with into.held() if into is not None else nullcontext():
             weights, others = _model(address, settings, variant, code)
             moving.move(weights)
             for place in also:
@@ -360,9 +360,9 @@ def described(pulled: Pulled, folder: str | None, cache: str | None) -> str:
     where = folder if folder is not None else f"the disk cache {cache}"
     lines = [f"{many}, {size_text(nbytes)}, in {where}"]
     rate = f": {pulled.received_bytes / pulled.seconds / 1e9:.2f} GB/s" if pulled.received_bytes else ""
-    lines.append(f"{size_text(there)} were there; received {size_text(pulled.received_bytes)} in {pulled.seconds:.1f} s{rate}")
+    lines.append(
+        f"{size_text(there)} were there; received {size_text(pulled.received_bytes)} in {pulled.seconds:.1f} s{rate}"
+    )
     if pulled.uncached:
         lines.append(f"not all of it is in the disk cache: {pulled.uncached}")
     return "\n".join(lines)
-
-

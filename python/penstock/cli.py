@@ -976,8 +976,9 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
 
     help = "fetch a model from a server: into the disk cache, or as plain files into a folder"
     made = with_cache(command("pull", _pull, help))
-    help = "a folder in an object store (s3://, gs://, az://), a repository (hf://org/name), or an index or a file there "
-    made.add_argument("address", metavar="ADDRESS", help=help + "or on a web server")
+    help = """a folder in an object store (s3://, gs://, az://), a repository (hf://org/name), or an index or a shard
+    file, there or on a web server"""
+    made.add_argument("address", metavar="ADDRESS", help=help)
     help = "write plain files to it; those that are there in the server's version stay (default: fill the disk cache)"
     made.add_argument("folder", nargs="?", metavar="FOLDER", help=help)
     help = "also fetch all files below this address, or with FOLDER below this folder; may be repeated"

@@ -70,7 +70,7 @@ pub struct PullStatus {
     pub received: u64,
     /// The objects, in their order; empty until they are known.
     pub files: Vec<PulledFile>,
-    /// Why the disk cache lacks something of what files have; empty without a reason.
+    /// The reason for which the disk cache lacks something that files have; empty without one.
     pub uncached: String,
 }
 
@@ -160,7 +160,7 @@ impl Drop for Pull {
 }
 
 /// An object, and what becomes of it.
-struct Wanted {
+struct PullObject {
     /// Its number among all.
     number: usize,
     object: Object,
@@ -193,7 +193,7 @@ impl SharedPull {
         });
         let is_there = lock(&self.state).status.files.iter().map(|file| file.complete).collect::<Vec<_>>();
         // One store after the other.
-        let mut of_stores: Vec<(Arc<dyn Store>, Vec<Wanted>)> = Vec::new();
+        let mut of_stores: Vec<(Arc<dyn Store>, Vec<PullObject>)> = Vec::new();
         for (number, ((origin, head), file)) in found.into_iter().zip(files).enumerate() {
             if is_there[number] {
                 continue;
@@ -211,7 +211,7 @@ impl SharedPull {
                 continue;
             }
             let object = Object { location: origin.location().absolute(), size, version };
-            let wanted = Wanted { number, object, into: file.into.clone() };
+            let wanted = PullObject { number, object, into: file.into.clone() };
             match of_stores.iter_mut().find(|(store, _)| Arc::ptr_eq(store, origin.store())) {
                 Some((_, all)) => all.push(wanted),
                 None => of_stores.push((origin.store().clone(), vec![wanted])),
@@ -249,7 +249,7 @@ struct Target {
 /// Objects of one store on their way.
 struct Copying<'p> {
     pull: &'p SharedPull,
-    wanted: &'p [Wanted],
+    wanted: &'p [PullObject],
     storage: Storage,
     source: Box<dyn Source>,
     lanes: Vec<Lane>,
@@ -268,7 +268,7 @@ impl<'p> Copying<'p> {
     fn new(
         pull: &'p SharedPull,
         store: &'p Arc<dyn Store>,
-        wanted: &'p [Wanted],
+        wanted: &'p [PullObject],
         options: &Options,
     ) -> Result<Copying<'p>> {
         let storage = Storage::new(wanted.iter().map(|one| (one.object.clone(), store)))?;
@@ -406,7 +406,7 @@ impl<'p> Copying<'p> {
 
     /// The file that an object goes to, made when its first block is there.
     fn target(&mut self, file: u32) -> Result<&mut Target> {
-        let Wanted { object, into, .. } = &self.wanted[file as usize];
+        let PullObject { object, into, .. } = &self.wanted[file as usize];
         if !self.targets.contains_key(&file) {
             let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
             let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;

@@ -65,7 +65,7 @@ impl Pull {
         })
     }
 
-    /// Why the disk cache lacks something that files have; otherwise empty.
+    /// The reason for which the disk cache lacks something that files have; otherwise empty.
     fn uncached<'py>(&self, py: Python<'py>) -> Answer<'py, String> {
         answer(py, || Ok(self.0.status().uncached))
     }

@@ -286,7 +286,7 @@ pub trait Store: Send + Sync + Debug {
     /// the server from now on, if the copy can be written.
     ///
     /// # Errors
-    /// Those of the copy's file system.
+    /// Errors of the copy's file system.
     fn check_copy(&self, object: &Object, blocks: Range<u32>) -> Result<CopyChecked> {
         let _ = (object, blocks);
         Ok(CopyChecked::default())

@@ -68,11 +68,11 @@ pub struct Pruned {
 /// The room of a cache, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheRoom {
-    /// Of its file system.
+    /// Size of its file system.
     pub total: u64,
-    /// Of these, the ones that this user may still write.
+    /// Bytes of it that this user may still write.
     pub free: u64,
-    /// Of these, the ones that stay free.
+    /// Bytes of it that stay free.
     pub keep: u64,
     /// Most bytes of the cache; `None`: no limit.
     pub most: Option<u64>,

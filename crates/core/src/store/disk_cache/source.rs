@@ -72,7 +72,7 @@ pub(super) struct CacheSource {
     events: Vec<Progress>,
 }
 
-/// What becomes of blocks that come faster than the disk takes them.
+/// The treatment of blocks that come faster than the disk takes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OfDropped {
     /// There are none: blocks come as slowly as the disk takes them.
