@@ -153,7 +153,10 @@ fn a_child_plays_its_role() {
     played();
 }
 
+/// Until it is killed. It ends by itself where the test has failed before it could do so.
 fn wait_forever() -> ! {
+    // SAFETY: a plain system call.
+    unsafe { libc::alarm(60) };
     loop {
         // SAFETY: a plain system call.
         unsafe { libc::pause() };
