@@ -103,6 +103,12 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     def saving() -> Save:
         return Save.start(str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept)
 
+    served: dict[str, Any] = {"token": None, "strangers": False, "tls": None}
+    served |= {"access_log": False, "sends_files": True, "connections": 8}
+
+    def serving() -> _core.Server:
+        return _core.Server.start(str(folder), "127.0.0.1", 0, **served)
+
     def reader() -> _core.Reader:
         return _core.Reader(checkpoint(), Options())
 
@@ -135,6 +141,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "residency": Call(None, path),
         "release_staging": Call(None),
         "stall_timeout": Call(None, 3.0),
+        "leave_cache_to_parent": Call(None),
         "stop_fills": Call(None, "told to", 1.0),
         "stop_reading_ahead": Call(None, 0.1),
         "unchecked_hosts": Call(None),
@@ -228,6 +235,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Seat.look": Call(seat, [0]),
         "Seat.watch": Call(seat, [("127.0.0.1", 1, bytes(16))], 1.0),
         "Seat.join": Call(seat, [("127.0.0.1", 1)], bytes(16), 1.0),
+        "Server.start": Call(None, str(folder), "127.0.0.1", 0, **served),
+        "Server.stop": Call(serving, 0.5),
         "Shares.__new__": Call(None, checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
         "is_resident": Call(None, checkpoint(), [0, 1], [None, [(0, 4, 1)]]),
         "missing_where_mappable": Call(None, checkpoint(), [0, 1]),
@@ -249,6 +258,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Pass": known,
         "Standing": standing,
         "Seat": seat,
+        "Server": serving,
         "Mesh": lambda: seat().join([("127.0.0.1", 1)], bytes(16), 1.0),
         "Shares": lambda: _core.Shares(checkpoint(), [_core.pack_wants(checkpoint(), [0])], [0, 0]),
     }

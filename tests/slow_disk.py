@@ -1,4 +1,7 @@
-"""A disk that is slow for one process: the block controller of control groups holds its reads to a rate."""
+"""A disk that is slow for one process: the block controller of control groups holds its reads or writes to a rate.
+
+A control group of version 1 holds only the writes that a process waits for itself: O_DIRECT, and `fdatasync`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 
 class NotHere(Exception):
@@ -28,16 +32,18 @@ def device_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def group(path: Path, bytes_per_second: int) -> Iterator[Path]:
-    """A control group that reads from the disk of `path` at most so fast. Gives the file that takes its pids.
+def group(path: Path, bytes_per_second: int, what: Literal["read", "write"] = "read") -> Iterator[Path]:
+    """A control group that reads from the disk of `path`, or writes to it, at most so fast.
+
+    Gives the file that takes its pids.
 
     Raises:
         NotHere: if there is no such controller, or no right to use it.
     """
     device = device_of(path)
     for parent, limit, text in (
-        (Path("/sys/fs/cgroup/blkio"), "blkio.throttle.read_bps_device", f"{device} {bytes_per_second}"),
-        (Path("/sys/fs/cgroup"), "io.max", f"{device} rbps={bytes_per_second}"),
+        (Path("/sys/fs/cgroup/blkio"), f"blkio.throttle.{what}_bps_device", f"{device} {bytes_per_second}"),
+        (Path("/sys/fs/cgroup"), "io.max", f"{device} {what[0]}bps={bytes_per_second}"),
     ):
         folder = parent / f"penstock-test-{os.getpid()}"
         if not (parent / "cgroup.procs").exists():

@@ -29,7 +29,7 @@ def test_version_and_help(cli):
 
     assert cli("--version").stdout.startswith(f"penstock {penstock.__version__}\n")
     text = cli("--help").stdout
-    for command in ("inspect", "load", "verify", "warm", "evict", "doctor", "synth"):
+    for command in ("inspect", "load", "verify", "warm", "evict", "doctor", "synth", "serve"):
         assert command in text
         assert cli(command, "--help").returncode == OK
 

@@ -105,7 +105,7 @@ def test_modules_are_looked_up_by_name_only_where_that_is_the_point():
 CRATES = Path(__file__).parents[1] / "crates"
 
 
-@pytest.mark.parametrize("crate", ["core", "python"])
+@pytest.mark.parametrize("crate", ["core", "python", "serve"])
 def test_no_file_of_a_crate_is_in_a_circle(crate: str):
     found = list(rust_imports.imports(CRATES / crate / "src"))
     assert len(found) > 50
@@ -337,6 +337,7 @@ def test_no_command_but_bench_imports_the_benchmark(small: Path, tmp_path: Path,
         ["convert", source, to],
         ["synth", "--list"],
         ["synth", "gpt2", str(tmp_path / "gpt2"), "--scale", "0.001"],
+        ["serve", "--help"],
         ["bench", "--help"],
         ["selftest", "--gpu", "--help"],
         ["engines", "report", "--help"],

@@ -5,7 +5,8 @@
 Prints the file, the line and the first line of each such text, for the given trees or for all. `--count` prints the
 number of each tree instead. The trees:
 
-- `core`, `python-crate`: comments `///` and `//!` in `crates/core/src` and `crates/python/src`, tests included;
+- `core`, `python-crate`, `serve`: comments `///` and `//!` in `crates/core/src`, `crates/python/src` and
+  `crates/serve/src`, tests included;
 - `package`: docstrings, and comments `#:`, in `python/penstock`, type stubs included.
 
 A text is listed if it begins with one of `WORDS`. Three words are left out, because good texts begin with them too:
@@ -28,7 +29,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TREES = {"core": "crates/core/src", "python-crate": "crates/python/src", "package": "python/penstock"}
+TREES = {
+    "core": "crates/core/src",
+    "python-crate": "crates/python/src",
+    "serve": "crates/serve/src",
+    "package": "python/penstock",
+}
 #: First words that stand in place of a noun. "Those" and "Of" lean on the text before them.
 WORDS = ("What", "Whatever", "Who", "Whoever", "Whose", "Whom", "Which", "Why", "Those", "That", "Of")
 _HIDDEN = re.compile(rf"(?:{'|'.join(WORDS)})\b")

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The crates that end in a wheel. The other ones of the workspace are for tests and benchmarks.
-CRATES = ("crates/core", "crates/python", "crates/crc-fast")
+CRATES = ("crates/core", "crates/python", "crates/serve", "crates/crc-fast")
 PACKAGES = ("python/", "patch/")
 NO_PRODUCT = ("python/penstock/bench/", "python/penstock/selftest/")
 LANGUAGES = {".rs": "Rust", ".py": "Python"}

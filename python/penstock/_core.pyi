@@ -14,8 +14,8 @@ from penstock._choices import Cache, CacheState, Exchange, FillState, Io, Layout
 __all__ = [
     "CacheFill",
     "CacheFolder",
-    "DiskCache",
     "Checkpoint",
+    "DiskCache",
     "Leased",
     "Load",
     "Lookout",
@@ -44,6 +44,7 @@ __all__ = [
     "names_in",
     "option_table",
     "is_resident",
+    "leave_cache_to_parent",
     "missing_where_mappable",
     "pack_wants",
     "probe",
@@ -257,6 +258,8 @@ class DiskCache:
     def wait(self, timeout: float | None = None) -> bool: ...
     def __add__(self, other: DiskCache) -> DiskCache: ...
 
+def leave_cache_to_parent() -> None:
+    """In a forked child: the parent's part of the disk cache is the parent's alone."""
 class CacheFolder:
     """The folder of the disk cache that ``storage`` names: for commands.
 
@@ -318,6 +321,29 @@ class Pull:
 
 def stop_fills(reason: str = "it was told to stop", patience: float = 1.0) -> None:
     """Ends every fill of this process and waits until their thread has ended, at most `patience` seconds."""
+
+@final
+class Server:
+    """An HTTP server of a folder (`penstock serve`), on threads of its own, until `stop`."""
+
+    @staticmethod
+    def start(
+        folder: str,
+        host: str,
+        port: int,
+        *,
+        token: str | None,
+        strangers: bool,
+        tls: tuple[str, str] | None,
+        access_log: bool,
+        sends_files: bool,
+        connections: int,
+    ) -> Server:
+        """Starts it. `strangers`: other machines may read without a token. `tls`: certificate chain and key (PEM)."""
+    @property
+    def address(self) -> tuple[str, int]: ...
+    def stop(self, patience: float = 0.5) -> None:
+        """Ends it, and waits for its threads, at most `patience` seconds."""
 
 def look(address: str, times: int = 1, storage: Storage | None = None) -> dict[str, Any] | None:
     """Requests for the first byte of the object at this address, `times` at most, and their times (`penstock doctor`).

@@ -52,6 +52,7 @@ def _stop_fills() -> None:
 
 def _forget() -> None:
     """In a forked child: what is under way there is the parent's."""
+    _core.leave_cache_to_parent()
     for known in (_begun, _streams, _watches, _others):
         known.clear()
 

@@ -1,6 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command line: ``penstock inspect | load | plan | verify | warm | evict | pull | cache | doctor | trace | bench |
-convert | synth | selftest | engines``.
+convert | synth | serve | selftest | engines``.
 
 Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 77
 `selftest` finds no GPU, 130 interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the
@@ -851,6 +851,25 @@ def _synth(args: argparse.Namespace) -> None:
     _print(args, document, text)
 
 
+# serve
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from ._serve import run
+
+    def say(document: dict[str, Any], text: str) -> None:
+        _print(args, document, text)
+        sys.stdout.flush()
+
+    run(args, say)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
 class _Version(argparse.Action):
     """Prints what this build is, line by line: argparse's own action would wrap it."""
 
@@ -1042,6 +1061,25 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
     help = "begin the data at a multiple of N bytes (default: as in the published file)"
     made.add_argument("--align", type=int, metavar="N", help=help)
     made.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of the random bytes (default: 0)")
+
+    made = command("serve", _serve, "serve the files of a folder over HTTP, read-only, until Ctrl-C")
+    made.add_argument("path", metavar="FOLDER", help="the folder; hidden files are not served")
+    help = "the port to listen on; 0 takes a free one (default: 8080)"
+    made.add_argument("--port", type=_port, default=8080, metavar="N", help=help)
+    help = "the address to listen on: 0.0.0.0 or :: for all (default: 127.0.0.1, which is for this machine alone)"
+    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=help)
+    help = "clients must show the token in FILE: Authorization: Bearer (default: PENSTOCK_SERVE_TOKEN, or none)"
+    made.add_argument("--token-file", metavar="FILE", help=help)
+    help = "let other machines read without a token"
+    made.add_argument("--no-token", action="store_true", help=help)
+    made.add_argument("--tls-cert", metavar="PEM", help="speak TLS: the certificate chain")
+    made.add_argument("--tls-key", metavar="PEM", help="speak TLS: the private key")
+    help = "answer at most N connections at a time (default: 1024)"
+    made.add_argument("--max-connections", type=_positive, default=1024, metavar="N", help=help)
+    help = "copy each piece of a file, and compare the file before the piece is sent"
+    made.add_argument("--no-sendfile", action="store_true", help=help)
+    help = "write each request to standard error"
+    made.add_argument("--access-log", action="store_true", help=help)
 
     help = "test and measure loads to the GPUs of this machine, and write a report that can be sent"
     made = commands.add_parser("selftest", help=help, description=help[0].upper() + help[1:] + ".")

@@ -78,6 +78,9 @@ impl Lane {
         ..Declared::named("neighbour")
     });
 
+    /// Bytes of a server's object that another node has given.
+    pub const MIRROR: Lane = Lane(&Declared { staging: TakesSlab::AtArrival, ..Declared::named("mirror") });
+
     /// Bytes of a server's object that the disk cache has. A part that it has no longer comes from the server.
     pub const DISK_CACHE: Lane = Lane::new(&Declared {
         staging: TakesSlab::AtArrival,
@@ -86,8 +89,16 @@ impl Lane {
     });
 
     /// The lanes of this crate's own stores, in the order of reports.
-    pub const ALL: [Lane; 7] =
-        [Lane::MAPPED, Lane::BUFFERED, Lane::DIRECT, Lane::NETWORK, Lane::DISK_CACHE, Lane::RANK, Lane::NEIGHBOUR];
+    pub const ALL: [Lane; 8] = [
+        Lane::MAPPED,
+        Lane::BUFFERED,
+        Lane::DIRECT,
+        Lane::NETWORK,
+        Lane::MIRROR,
+        Lane::DISK_CACHE,
+        Lane::RANK,
+        Lane::NEIGHBOUR,
+    ];
 
     /// The lane of a store. A lane that takes its refused reads lands in the same kind of memory, takes slabs at the same time,
     /// and scatters if this one does: a read has its place already.

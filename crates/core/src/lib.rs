@@ -114,6 +114,7 @@ pub mod threads;
 mod threads;
 mod timeline;
 #[cfg_attr(loom, path = "wake/model.rs")]
+mod timer;
 pub mod wake;
 pub mod way;
 

@@ -204,7 +204,7 @@ fn meminfo(key: &str) -> Option<u64> {
 }
 
 /// Signals are for the program's own threads: a handler that runs here would interrupt reads for nothing.
-pub(crate) fn block_signals() {
+pub fn block_signals() {
     // SAFETY: the set is initialised by sigfillset before it is used; only this thread's mask changes.
     unsafe {
         let mut all = std::mem::zeroed();

@@ -1,9 +1,10 @@
 //! `penstock.DiskCache`: the work of the disk cache for one load. `_core.CacheFolder`: its folder, for commands.
 
 use crate::errors::{detached, invalid};
-use crate::guard::{answer, guarded, set_fields, Answer, Held};
+use crate::guard::{answer, guarded, perform, set_fields, Answer, Held};
 use crate::storage::stores_of;
 use crate::waiting::{patiently, time_of};
+use penstock::store::leave_to_parent;
 use penstock::store::{CacheFolder as Core, CacheProgress, CacheStatus, DiskCacheSettings, EntryInfo, Prune};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -49,6 +50,12 @@ impl DiskCache {
         }
         sum
     }
+}
+
+/// In a forked child: the parent's part of the disk cache is the parent's alone.
+#[pyfunction]
+pub(crate) fn leave_cache_to_parent(py: Python<'_>) -> PyResult<()> {
+    perform(py, leave_to_parent)
 }
 
 fn state_name(status: &CacheStatus) -> &'static str {

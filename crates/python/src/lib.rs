@@ -25,6 +25,7 @@ mod raised;
 mod ranks;
 mod reader;
 mod save;
+mod serve;
 mod small_files;
 mod storage;
 mod waiting;
@@ -41,7 +42,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::disk_cache::{CacheFolder, DiskCache};
+    use crate::disk_cache::{leave_cache_to_parent, CacheFolder, DiskCache};
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
@@ -66,6 +67,8 @@ mod _core {
     use crate::reader::{stop_reading_ahead, Reader};
     #[pymodule_export]
     use crate::save::{head, Save};
+    #[pymodule_export]
+    use crate::serve::Server;
     #[pymodule_export]
     use crate::small_files::{contents, names_in};
     #[pymodule_export]

@@ -6,10 +6,11 @@ use crate::extent::Fence;
 use crate::fallback::Fallback;
 use crate::memory::Keep;
 use crate::store::Objects;
+use crate::timer::Timer;
 use crate::wake::Wake;
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -45,7 +46,7 @@ pub struct Throttle {
     hanging: Vec<Done>,
     hung: Vec<super::Ticket>,
     release: Arc<Release>,
-    timer: OwnedFd,
+    timer: Timer,
     wake: OwnedFd,
 }
 
@@ -67,16 +68,10 @@ impl Release {
 impl Throttle {
     /// `inner`, which reads `files`, throttled.
     pub fn new(inner: Box<dyn Source>, files: Arc<dyn Objects>, how: Throttling) -> Result<Throttle> {
-        // SAFETY: a plain system call.
-        let timer = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC | libc::TFD_NONBLOCK) };
-        if timer < 0 {
-            return Err(Error::io("create a timer", &io::Error::last_os_error()));
-        }
-        // SAFETY: the descriptor is new and nobody else's.
-        let timer = unsafe { OwnedFd::from_raw_fd(timer) };
+        let timer = Timer::new()?;
         let release = Arc::new(Release { released: AtomicBool::new(false), bell: Wake::new()? });
         let wake = epoll()?;
-        for fd in [inner.wake(), timer.as_raw_fd(), release.bell.fd()] {
+        for fd in [inner.wake(), timer.fd(), release.bell.fd()] {
             watch(&wake, fd)?;
         }
         Ok(Throttle {
@@ -103,16 +98,7 @@ impl Throttle {
     /// Wakes at the earliest time at which a held read is due.
     fn arm(&self) {
         let due = self.held.iter().map(|(due, _)| *due).min();
-        // Zero disarms.
-        let left =
-            due.map_or(Duration::ZERO, |d| d.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1)));
-        // SAFETY: an all-zero itimerspec is valid; timerfd_settime reads one.
-        unsafe {
-            let mut spec: libc::itimerspec = std::mem::zeroed();
-            spec.it_value.tv_sec = left.as_secs() as libc::time_t;
-            spec.it_value.tv_nsec = left.subsec_nanos() as libc::c_long;
-            libc::timerfd_settime(self.timer.as_raw_fd(), 0, &raw const spec, std::ptr::null_mut());
-        }
+        self.timer.set(due.map(|due| due.saturating_duration_since(Instant::now())));
     }
 
     /// When the file's storage device is done with a read of `len` bytes that is submitted now.

@@ -31,6 +31,8 @@ const MOST_OPEN: u64 = 512;
 #[derive(Debug)]
 pub struct Files {
     files: Vec<File>,
+    /// The same bytes may be written to them again, so their times do not count.
+    rewritten: bool,
     open: Mutex<Vec<Open>>,
     most_open: usize,
     /// Questions to the file system. Each use of a file counts as an answer.
@@ -64,11 +66,17 @@ impl Files {
         Files {
             questions: Questions::of(files.len()),
             files,
+            rewritten: false,
             open: Mutex::default(),
             most_open,
             opens: AtomicU64::new(0),
             most_per_call: AtomicU64::new(MOST_PER_CALL),
         }
+    }
+
+    /// The same files, to which the same bytes may be written again.
+    pub(super) fn rewritten(self) -> Files {
+        Files { rewritten: true, ..self }
     }
 
     /// Files by path, as they are now: for tools whose files need not be shard files.
@@ -288,8 +296,9 @@ impl Files {
     }
 
     fn compare(&self, file: u32, now: &Identity) -> Result<()> {
-        let known = &self.files[file as usize];
-        known.identity.check(now).map_err(|e| e.at(&known.path))
+        let File { identity, path, .. } = &self.files[file as usize];
+        let mtime_ns = if self.rewritten { identity.mtime_ns } else { now.mtime_ns };
+        identity.check(&Identity { mtime_ns, ..*now }).map_err(|e| e.at(path))
     }
 }
 

@@ -16,6 +16,8 @@ mod lease;
 mod local;
 mod location;
 mod look;
+#[cfg(feature = "remote")]
+pub mod mirrors;
 mod mounts;
 mod object;
 mod origin;
@@ -38,7 +40,10 @@ pub use ahead::stop_reading_ahead;
 pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use disk_cache::stop_cache_work;
-pub use disk_cache::{CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo, Prune, Pruned};
+pub use disk_cache::{
+    is_disk_cache, leave_to_parent, CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo, GivenObject,
+    Prune, Pruned,
+};
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
 pub(crate) use file_objects::local_files;

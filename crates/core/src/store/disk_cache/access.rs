@@ -32,6 +32,11 @@ impl Access {
         Err(format!("its group ({group}) is none of this user's"))
     }
 
+    /// The group that shares the cache.
+    pub(super) fn group(self) -> Option<u32> {
+        self.group
+    }
+
     /// Checks the owner and the mode of a file or a folder; or says why it is refused.
     pub(super) fn check(self, found: &Metadata) -> Result<(), String> {
         let is_shared = self.group == Some(found.gid());

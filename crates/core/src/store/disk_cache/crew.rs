@@ -156,7 +156,16 @@ impl CachedFile {
 
     /// Reads a block, and compares it with its checksum if the settings say so. One that is bad is missing from now on.
     fn read(&self, block: u32, into: &mut [u8]) -> Result<()> {
+        // A hole in the data file reads as zeros.
+        let is_there = || Ok::<_, Error>(self.entry.state(block)? == BlockState::There);
+        let gone = || Error::new(ErrorKind::NotFound, "a block of the disk cache is there no longer");
+        if !is_there()? {
+            return Err(gone());
+        }
         self.entry.read(self.entry.range(block), into)?;
+        if !is_there()? {
+            return Err(gone());
+        }
         if self.folder.settings.verify && !self.entry.verify_bytes(block, into)? {
             self.entry.forget(block)?;
             return Err(Error::new(ErrorKind::Io, "a block of the disk cache does not have its checksum"));
@@ -186,7 +195,7 @@ struct BlockJob {
 /// The bytes of a block that is to be written.
 pub(super) enum BlockBytes {
     /// A block of a load.
-    Memory(Arc<BlockMemory>, InWriter),
+    Memory(Arc<BlockMemory>, #[allow(dead_code)] InWriter), // counted until it is dropped
     /// Of an object that was read whole.
     Own(Vec<u8>),
 }

@@ -2,12 +2,13 @@
 //! opened has an owner and a mode that the cache takes.
 
 use super::access::Access;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::ffi::{CStr, CString};
 use std::fs::{File, Metadata};
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// The end of names of files that are being made.
@@ -71,7 +72,7 @@ impl Directory {
             let cause = io::Error::last_os_error();
             return if cause.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(cause) };
         }
-        set_mode(&self.raw(name, libc::O_RDONLY | libc::O_DIRECTORY, 0)?, mode)
+        self.give(&self.raw(name, libc::O_RDONLY | libc::O_DIRECTORY, 0)?, mode)
     }
 
     /// A file in it, checked, and whether it may be written; `None`: it is not there. With `write` it is opened for that if
@@ -104,10 +105,18 @@ impl Directory {
     pub(super) fn make(&self, name: &str) -> io::Result<File> {
         let mode = self.access.file_mode();
         let file = self.raw(name, libc::O_RDWR | libc::O_CREAT | libc::O_EXCL, mode)?;
-        set_mode(&file, mode).inspect_err(|_| {
+        self.give(&file, mode).inspect_err(|_| {
             let _left_behind = self.remove(name);
         })?;
         Ok(file)
+    }
+
+    /// Gives a new file or folder the cache's group and its mode.
+    fn give(&self, file: &File, mode: u32) -> io::Result<()> {
+        if let Some(group) = self.access.group().filter(|group| file.metadata().is_ok_and(|own| own.gid() != *group)) {
+            std::os::unix::fs::fchown(file, None, Some(group))?;
+        }
+        set_mode(file, mode)
     }
 
     fn raw(&self, name: &str, flags: i32, mode: u32) -> io::Result<File> {
@@ -209,9 +218,8 @@ pub(super) fn set_mode(file: &File, mode: u32) -> io::Result<()> {
 }
 
 fn list(folder: File) -> io::Result<Vec<String>> {
-    use std::os::fd::IntoRawFd;
-    // SAFETY: the descriptor is given away; on an error it is closed below.
     let fd = folder.into_raw_fd();
+    // SAFETY: the descriptor is given away; on an error it is closed below.
     let stream = unsafe { libc::fdopendir(fd) };
     if stream.is_null() {
         let cause = io::Error::last_os_error();

@@ -12,14 +12,16 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{OnceLock, PoisonError};
 
 /// The byte whose lock is held, shared, by each open entry. The bytes below it are the blocks'.
 const OPEN: u64 = 1 << 40;
+/// Locks that [`CacheEntry::take`] asks for before it takes a block for claimed whose lock comes and goes.
+const ATTEMPTS: u32 = 1000;
 /// Slots that are read at once.
 const MANY: u32 = 8192;
 
@@ -36,8 +38,9 @@ pub(crate) enum BlockState {
 
 /// An object in the cache, open. As long as it is, nobody removes it.
 ///
-/// A forked child cannot use its parent's. Its claims stay until the last child is gone that has the descriptors, if the parent
-/// is killed. If the parent drops it, they end at once.
+/// A forked child has the parent's open files, and cannot use its parent's entries. If the parent drops an entry, its locks
+/// end at once. If the parent is killed, they stay as long as a child that did not call [`leave_to_parent`]: its claims then
+/// look like the ones of a stopped process.
 #[derive(Debug)]
 pub(crate) struct CacheEntry {
     data_path: PathBuf,
@@ -57,9 +60,45 @@ pub(crate) struct CacheEntry {
     process: u32,
 }
 
+/// The process of an entry with this number.
+pub(super) fn process_of(number: u32) -> u32 {
+    number >> 16
+}
+
+/// A number for an open entry. Those of a process have one upper half. A forked child has another.
+fn new_number() -> u32 {
+    static PROCESS: AtomicU64 = AtomicU64::new(0);
+    let (known, id) = (PROCESS.load(Ordering::Relaxed), std::process::id());
+    let process = if (known >> 32) as u32 == id {
+        known
+    } else {
+        let fresh = u64::from(id) << 32 | u64::from(random() >> 16);
+        PROCESS.compare_exchange(known, fresh, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|now| now, |_| fresh)
+    };
+    ((process as u32) << 16 | random() >> 16).max(1)
+}
+
+/// The descriptors of the maps that this process has open, for its forked children. Not loom's lock: no model has a cache.
+static MAPS: std::sync::Mutex<Vec<RawFd>> = std::sync::Mutex::new(Vec::new());
+
+fn maps() -> std::sync::MutexGuard<'static, Vec<RawFd>> {
+    MAPS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// In a forked child: closes the maps of the parent, so that their locks end with the parent. Nothing else uses them here. A
+/// child of a thread that forks while another one opens or drops an entry keeps them.
+pub fn leave_to_parent() {
+    let (Ok(mut maps), Ok(nothing)) = (MAPS.try_lock(), File::open("/dev/null")) else { return };
+    for map in maps.drain(..) {
+        // The number stays taken: the child's copy of the entry closes it.
+        // SAFETY: both are descriptors of this process; what reads the map checks the process before.
+        unsafe { libc::dup3(nothing.as_raw_fd(), map, libc::O_CLOEXEC) };
+    }
+}
+
 /// The outcome of opening an entry.
 #[derive(Debug)]
-pub(super) enum Opened {
+pub(super) enum OpenedEntry {
     /// It is open.
     Entry(Box<CacheEntry>),
     /// It is not there.
@@ -117,7 +156,7 @@ pub(super) fn close_to_others(map: &File) -> io::Result<bool> {
 
 impl CacheEntry {
     /// Opens the entry of this name.
-    pub(super) fn open(folder: &Directory, id: &str, write: bool) -> Result<Opened> {
+    pub(super) fn open(folder: &Directory, id: &str, write: bool) -> Result<OpenedEntry> {
         let map_path = folder.path().join(map_name(id));
         let failed = |e: io::Error| Error::io("open the map", &e).at(&map_path);
         // An entry that is being removed is locked, and a moment later it has no name.
@@ -133,20 +172,20 @@ impl CacheEntry {
             let stopped = "another process has been removing it for 1 s";
             return Err(Error::new(ErrorKind::Timeout, format!("cannot open the map: {stopped}")).at(&map_path));
         };
-        let Some((map, length, writable)) = map else { return Ok(Opened::Nothing) };
+        let Some((map, length, writable)) = map else { return Ok(OpenedEntry::Nothing) };
         let (header, first_slot) = match header_of(&map).map_err(failed)? {
             Ok(found) => found,
-            Err(why) => return Ok(Opened::Leftover(why.to_owned())),
+            Err(why) => return Ok(OpenedEntry::Leftover(why.to_owned())),
         };
         if length != first_slot + u64::from(blocks(header.size)) * SLOT {
-            return Ok(Opened::Leftover("the map has another size than its blocks".to_owned()));
+            return Ok(OpenedEntry::Leftover("the map has another size than its blocks".to_owned()));
         }
         let (data, found, also) = match folder.open(&data_name(id), writable)? {
             Some(data) => data,
-            None => return Ok(Opened::Leftover("the map has no data".to_owned())),
+            None => return Ok(OpenedEntry::Leftover("the map has no data".to_owned())),
         };
         if found.len() != header.size {
-            return Ok(Opened::Leftover(format!("the data file has {} bytes, not {}", found.len(), header.size)));
+            return Ok(OpenedEntry::Leftover(format!("the data file has {} bytes, not {}", found.len(), header.size)));
         }
         let entry = CacheEntry {
             data_path: folder.path().join(data_name(id)),
@@ -158,11 +197,12 @@ impl CacheEntry {
             header,
             first_slot,
             writable: writable && also,
-            number: random(),
+            number: new_number(),
             claims: Mutex::default(),
             process: std::process::id(),
         };
-        Ok(Opened::Entry(Box::new(entry)))
+        maps().push(entry.map.as_raw_fd());
+        Ok(OpenedEntry::Entry(Box::new(entry)))
     }
 
     /// Makes the files of an entry. The caller holds its lock of making, and has removed leftovers.
@@ -281,6 +321,23 @@ impl CacheEntry {
         Ok(found)
     }
 
+    /// The blocks whose slots name a claim, each with the number of the claim. The locks are not looked at.
+    pub(super) fn claimed(&self) -> Result<Vec<(u32, u32)>> {
+        let mut found = Vec::new();
+        self.each_slot(0..self.blocks(), |block, slot| {
+            if let Slot::Claimed(number) = slot {
+                found.push((block, number));
+            }
+            true
+        })?;
+        Ok(found)
+    }
+
+    /// Whether another open file holds the lock of a block.
+    pub(super) fn is_locked(&self, block: u32) -> bool {
+        held(&self.map, u64::from(block)..u64::from(block) + 1).is_ok_and(|held| held.is_some())
+    }
+
     /// The state of a block. A claim whose lock is gone is none.
     pub(crate) fn state(&self, block: u32) -> Result<BlockState> {
         Ok(self.states(block..block + 1)?[0])
@@ -288,32 +345,34 @@ impl CacheEntry {
 
     /// The states of blocks.
     pub(crate) fn states(&self, run: Range<u32>) -> Result<Vec<BlockState>> {
-        let claims = lock(&self.claims);
-        self.states_beside(&claims, run)
+        self.check(&run)?;
+        self.states_beside(&lock(&self.claims), run)
     }
 
     fn states_beside(&self, claims: &BTreeSet<u32>, run: Range<u32>) -> Result<Vec<BlockState>> {
-        self.check(&run)?;
         let mut states = Vec::with_capacity(run.len());
         self.each_slot(run.clone(), |block, slot| {
             states.push(match slot {
                 Slot::Written(_) | Slot::Synced(_) => BlockState::There,
                 _ if claims.contains(&block) => BlockState::Claimed(self.number),
-                Slot::Claimed(holder) => BlockState::Claimed(holder),
-                Slot::Missing => BlockState::Missing,
+                Slot::Claimed(holder) if holder != self.number => BlockState::Claimed(holder),
+                // It was released here.
+                Slot::Claimed(_) | Slot::Missing => BlockState::Missing,
             });
             true
         })?;
         // Claims of others count as far as their locks go.
         let mut at = run.start;
         while at < run.end {
-            let state = |block: u32| states[(block - run.start) as usize];
-            let is_foreign = |block: &u32| matches!(state(*block), BlockState::Claimed(by) if by != self.number);
+            let is_foreign = |block: &u32| matches!(states[(*block - run.start) as usize], BlockState::Claimed(by) if by != self.number);
             let Some(start) = (at..run.end).find(is_foreign) else { break };
             let end = (start..run.end).find(|block| !is_foreign(block)).unwrap_or(run.end);
-            let locked = self.locked(start..end)?;
-            for block in (start..end).filter(|block| !locked.iter().any(|range| range.contains(block))) {
-                states[(block - run.start) as usize] = BlockState::Missing;
+            let part = &mut states[(start - run.start) as usize..(end - run.start) as usize];
+            let claimed = part.to_vec();
+            part.fill(BlockState::Missing);
+            for range in self.locked(start..end)? {
+                let range = (range.start - start) as usize..(range.end - start) as usize;
+                part[range.clone()].copy_from_slice(&claimed[range]);
             }
             at = end;
         }
@@ -336,14 +395,15 @@ impl CacheEntry {
         Ok(found)
     }
 
-    /// Claims a block that is missing: then it returns `Claimed` with this entry's number. Other blocks stay as they are, and so
-    /// do all of a cache that is read-only.
+    /// Claims a block that is missing: then it returns `Claimed` with this entry's number. Other blocks stay as they are. In
+    /// a read-only cache all do.
     pub(crate) fn claim(&self, block: u32) -> Result<BlockState> {
         Ok(self.claim_run(block..block + 1)?[0])
     }
 
     /// Claims the blocks of a run that are missing. Returns the states of all.
     pub(crate) fn claim_run(&self, run: Range<u32>) -> Result<Vec<BlockState>> {
+        self.check(&run)?;
         let mut claims = lock(&self.claims);
         let mut states = self.states_beside(&claims, run.clone())?;
         if !self.writable {
@@ -363,7 +423,9 @@ impl CacheEntry {
     /// Claims these missing blocks, as far as nobody else has done so meanwhile.
     fn take(&self, claims: &mut BTreeSet<u32>, run: Range<u32>, states: &mut [BlockState]) -> Result<()> {
         let mut rest = vec![run.clone()];
+        let mut attempts = 0;
         while let Some(part) = rest.pop() {
+            attempts += 1;
             let bytes = u64::from(part.start)..u64::from(part.end);
             if try_lock(&self.map, LockKind::Exclusive, bytes.clone()).map_err(|e| self.failed("lock blocks", &e))? {
                 // Some may have come since the slots were read.
@@ -399,8 +461,11 @@ impl CacheEntry {
                     states[(block - run.start) as usize] = now;
                 }
                 rest.extend([part.start..other.start, other.end..part.end].into_iter().filter(|run| !run.is_empty()));
-            } else {
+            } else if attempts < ATTEMPTS {
+                // The holder has unlocked it meanwhile.
                 rest.push(part);
+            } else {
+                part.for_each(|block| states[(block - run.start) as usize] = BlockState::Claimed(0));
             }
         }
         Ok(())
@@ -601,7 +666,9 @@ impl CacheEntry {
         if !self.writable {
             return Err(refused("it is read-only").at(&self.map_path));
         }
-        self.set(block, Slot::Missing)
+        self.set(block, Slot::Missing)?;
+        // Otherwise a loss of power while it is written anew could bring its old state back.
+        self.map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))
     }
 
     /// Checks that these are blocks of the object, and that this process opened it.
@@ -665,6 +732,7 @@ impl Drop for CacheEntry {
         // A forked child may have the open file for long.
         if self.process == std::process::id() {
             unlock_all(&self.map);
+            maps().retain(|map| *map != self.map.as_raw_fd());
         }
     }
 }

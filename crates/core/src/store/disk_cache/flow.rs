@@ -8,14 +8,15 @@
 //!   brings is claimed first, so that others wait for it.
 //! - **No read waits for a write.** A block that came from the server is copied to its reads at once. The writer gets it too, if
 //!   it has room. Otherwise the block is dropped: its claim ends, so that the process that needs it asks the server.
-//! - **Patience.** A holder that brings nothing for a second is not waited for: the process that needs its blocks asks for
-//!   them, a few at a time, until the holder goes on.
+//! - **Patience.** A holder that brings nothing for a second is silent, and not waited for: the process that needs its blocks
+//!   asks for them, a few at a time, until the holder brings one of them. That holder was slow, and gets twice the patience from
+//!   then on: else processes that share a slow link would ask for more and more blocks twice, which makes it slower.
 //! - **A bad disk costs time only.** A block that the disk does not give comes from the server.
 //! - **Buffers come back.** A block has a buffer from its first byte to its last copy. Only the writer may hold it longer.
 
 use crate::error::{Error, ErrorKind};
 use crate::extent::Ticket;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 /// A holder that brings nothing for so long is not waited for.
@@ -35,7 +36,8 @@ pub(crate) struct BlockId {
 pub(crate) enum Claimed {
     /// It is this load's now: the load brings it.
     Ours,
-    /// The disk has it.
+    /// The disk has it, or this load's writer does: then a fetch copies it out of the writer's memory. Else a read that comes
+    /// while its block is written would ask the server again, or wait for the write.
     There,
     /// The process with this number brings it.
     Theirs(u32),
@@ -45,7 +47,7 @@ pub(crate) enum Claimed {
     Unshared,
 }
 
-/// What the flow needs done. None of it blocks.
+/// Work that the flow leaves to somebody else. None of it blocks.
 pub(crate) trait Carrier {
     /// Memory for a block. Its clones are the same memory, which is free when the last of them is gone.
     type Buffer: Clone;
@@ -102,8 +104,8 @@ struct Waiter {
 #[derive(Debug)]
 struct AwaitedBlock<B> {
     stage: Bringing<B>,
-    /// It has been asked for without a claim, because its holder brought nothing.
-    taken_over: bool,
+    /// The silent holder in whose place it has been asked for, without a claim.
+    instead_of: Option<u32>,
     reads: Vec<Waiter>,
 }
 
@@ -115,9 +117,13 @@ pub(crate) struct CacheFlow<C: Carrier> {
     of_read: HashMap<Ticket, BlockId>,
     /// Blocks that wait for a buffer.
     wait: VecDeque<BlockId>,
-    /// When a block of each holder came last.
+    /// When each holder brought a block last, or its process did something.
     progress: HashMap<u32, Duration>,
-    /// Blocks that are asked for in place of their holders.
+    /// Holders that have brought nothing for a second, and nothing since.
+    silent: HashSet<u32>,
+    /// The patience with each holder that was silent and went on.
+    patience: HashMap<u32, Duration>,
+    /// Blocks that are asked for in place of silent holders.
     taken_over: usize,
     cancelled: bool,
 }
@@ -125,8 +131,9 @@ pub(crate) struct CacheFlow<C: Carrier> {
 impl<C: Carrier> CacheFlow<C> {
     /// No blocks.
     pub(crate) fn new() -> Self {
-        let (blocks, of_read, wait, progress) = (BTreeMap::new(), HashMap::new(), VecDeque::new(), HashMap::new());
-        CacheFlow { blocks, of_read, wait, progress, taken_over: 0, cancelled: false }
+        let (blocks, of_read, wait) = (BTreeMap::new(), HashMap::new(), VecDeque::new());
+        let (progress, silent, patience) = (HashMap::new(), HashSet::new(), HashMap::new());
+        CacheFlow { blocks, of_read, wait, progress, silent, patience, taken_over: 0, cancelled: false }
     }
 
     /// Reads that have not ended.
@@ -144,9 +151,11 @@ impl<C: Carrier> CacheFlow<C> {
         self.blocks.get(&block).into_iter().flat_map(|known| known.reads.iter().map(|waiter| waiter.read))
     }
 
-    /// The blocks that other processes bring, in order.
+    /// The blocks that other processes bring, in order: also those that this load brings in place of a silent holder, so that
+    /// it sees when the holder goes on.
     pub(crate) fn theirs(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let theirs = |known: &AwaitedBlock<_>| matches!(known.stage, Bringing::Theirs { .. });
+        let theirs =
+            |known: &AwaitedBlock<_>| known.instead_of.is_some() || matches!(known.stage, Bringing::Theirs { .. });
         self.blocks.iter().filter(move |(_, known)| theirs(known)).map(|(block, _)| *block)
     }
 
@@ -158,7 +167,7 @@ impl<C: Carrier> CacheFlow<C> {
         self.of_read.insert(read, block);
         if !self.blocks.contains_key(&block) {
             let stage = self.begin(now, block, carrier);
-            self.blocks.insert(block, AwaitedBlock { stage, taken_over: false, reads: Vec::new() });
+            self.blocks.insert(block, AwaitedBlock { stage, instead_of: None, reads: Vec::new() });
         }
         if let Some(known) = self.blocks.get_mut(&block) {
             known.reads.push(Waiter { read, has_place, told: false });
@@ -195,7 +204,7 @@ impl<C: Carrier> CacheFlow<C> {
     /// A block has come from the server, or has failed.
     pub(crate) fn came(&mut self, block: BlockId, outcome: Result<(), Error>, carrier: &mut C) {
         let Some(mut known) = self.blocks.remove(&block) else { return };
-        self.taken_over -= usize::from(std::mem::take(&mut known.taken_over));
+        self.taken_over -= usize::from(known.instead_of.take().is_some());
         let (ours, buffer) = match known.stage {
             Bringing::Landing { ours, buffer } => (ours, Some(buffer)),
             Bringing::Asked { ours } | Bringing::Arrived { ours } => (ours, None),
@@ -207,7 +216,8 @@ impl<C: Carrier> CacheFlow<C> {
                     carrier.release(block);
                 }
                 self.blocks.insert(block, AwaitedBlock { stage: Bringing::Here { buffer }, ..known });
-                return self.serve(block, carrier);
+                self.serve(block, carrier);
+                return self.give_buffers(carrier);
             }
             (Ok(()), None) => Error::new(ErrorKind::Internal, "a block came without a place; please report this"),
             (Err(error), _) => error,
@@ -220,6 +230,7 @@ impl<C: Carrier> CacheFlow<C> {
             self.of_read.remove(&read);
             carrier.fail(read, error.clone());
         }
+        self.give_buffers(carrier);
     }
 
     /// A block has been read from the disk, or could not be: then the server is asked.
@@ -228,23 +239,30 @@ impl<C: Carrier> CacheFlow<C> {
         let Bringing::Fetching { buffer } = &known.stage else { return };
         if is_read {
             known.stage = Bringing::Here { buffer: buffer.clone() };
-            return self.serve(block, carrier);
+            self.serve(block, carrier);
+        } else {
+            known.stage = Bringing::Asked { ours: false };
+            carrier.ask(block);
         }
-        known.stage = Bringing::Asked { ours: false };
-        carrier.ask(block);
+        self.give_buffers(carrier);
     }
 
     /// The state of a block that another process brings, as it is now.
     pub(crate) fn seen(&mut self, now: Duration, block: BlockId, state: Claimed, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
-        let Bringing::Theirs { holder, .. } = known.stage else { return };
+        let Bringing::Theirs { holder, .. } = known.stage else {
+            if let (Some(holder), Claimed::There) = (known.instead_of, state) {
+                self.goes_on(now, holder);
+            }
+            return;
+        };
         match state {
             Claimed::Theirs(other) if other == holder => {}
             Claimed::Theirs(other) => known.stage = Bringing::Theirs { holder: other, since: now },
             Claimed::There => {
                 known.stage = Bringing::There;
-                self.progress.insert(holder, now);
                 self.wait.push_back(block);
+                self.goes_on(now, holder);
                 self.give_buffers(carrier);
             }
             Claimed::Ours | Claimed::Missing | Claimed::Unshared => {
@@ -258,7 +276,20 @@ impl<C: Carrier> CacheFlow<C> {
         }
     }
 
-    /// Time has passed: the blocks of holders that bring nothing are asked of the server.
+    /// A holder has brought something.
+    fn goes_on(&mut self, now: Duration, holder: u32) {
+        self.progress.insert(holder, now);
+        if self.silent.remove(&holder) {
+            *self.patience.entry(holder).or_insert(PATIENCE) *= 2;
+        }
+    }
+
+    /// The process of this holder brings or claims other blocks: it is not silent, whatever this load sees of it.
+    pub(crate) fn is_alive(&mut self, now: Duration, holder: u32) {
+        self.goes_on(now, holder);
+    }
+
+    /// Time has passed: the blocks of silent holders are asked of the server.
     pub(crate) fn tick(&mut self, now: Duration, carrier: &mut C) {
         for (&block, known) in &mut self.blocks {
             if self.taken_over >= MOST_TAKEN_OVER {
@@ -266,8 +297,10 @@ impl<C: Carrier> CacheFlow<C> {
             }
             let Bringing::Theirs { holder, since } = known.stage else { continue };
             let last = self.progress.get(&holder).copied().unwrap_or_default().max(since);
-            if now.saturating_sub(last) >= PATIENCE {
-                (known.stage, known.taken_over) = (Bringing::Asked { ours: false }, true);
+            let patience = self.patience.get(&holder).copied().unwrap_or(PATIENCE);
+            if self.silent.contains(&holder) || now.saturating_sub(last) >= patience {
+                self.silent.insert(holder);
+                (known.stage, known.instead_of) = (Bringing::Asked { ours: false }, Some(holder));
                 self.taken_over += 1;
                 carrier.ask(block);
             }
@@ -356,4 +389,12 @@ impl<C: Carrier> CacheFlow<C> {
 
 fn given_up() -> Error {
     Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read")
+}
+
+#[cfg(test)]
+#[allow(dead_code, unused_parens, clippy::all)]
+pub(crate) mod mutated {
+    use super::*;
+
+    mutants::seed!(CacheMistake, "src/store/disk_cache/flow.rs", "src/store/disk_cache/simulator/mistakes.txt");
 }

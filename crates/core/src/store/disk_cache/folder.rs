@@ -2,9 +2,9 @@
 
 use super::access::Access;
 use super::directory::{refused, set_mode, Directory, PART};
-use super::entry::{close_to_others, data_name, map_name, CacheEntry, Opened};
+use super::entry::{close_to_others, data_name, is_open, map_name, CacheEntry, OpenedEntry};
 use super::key::{lock_byte, object_id, CacheKey};
-use super::lock::{retried, ByteLock, PATIENCE};
+use super::lock::{held, retried, ByteLock, PATIENCE};
 use super::map::{MapHeader, FORMAT};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::facts::{facts_of, FsKind};
@@ -12,14 +12,17 @@ use serde_json::{json, Value};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
 /// The file that says that a folder is a cache, and in which format.
-const MARKER: &str = "penstock-disk-cache";
+pub(super) const MARKER: &str = "penstock-disk-cache";
 /// Its first line, before the number of the format.
 const MARKED: &str = "penstock disk cache, format ";
+/// The byte of the marker whose holder evicts. The bytes of entries are smaller.
+pub(super) const EVICTING: u64 = 1 << 62;
 /// The folder of entries.
 pub(super) const OBJECTS: &str = "objects";
 /// The folder of versions.
@@ -64,14 +67,15 @@ impl CacheFolder {
     /// `Permission`: others may write to it, or it is another user's. `Unsupported`: a network file system, or another format.
     /// `Invalid`: there are other files in it.
     pub fn open(settings: &DiskCacheSettings) -> Result<Arc<CacheFolder>> {
-        let path = std::path::absolute(&settings.folder).map_err(|e| Error::io("find", &e).at(&settings.folder))?;
+        let (path, file) = opened(&settings.folder, settings.shared).map_err(|e| e.at(&settings.folder))?;
         let failed = |e: Error| e.at(&path);
-        let file = opened(&path, settings.shared).map_err(failed)?;
         let found = file.metadata().map_err(|e| failed(Error::io("stat", &e)))?;
         let access = match settings.shared {
             false => Access::own(),
             true => Access::shared(&found).map_err(|why| failed(refused(&why)))?,
         };
+        // An overlay says only of a file where it is.
+        check_file_system(&file, &path, false)?;
         let root = Directory::new(file, path.clone(), access)?;
         let marker = match marked(&root)? {
             Some(marker) => Some(marker),
@@ -80,15 +84,9 @@ impl CacheFolder {
         };
         let mut writable = false;
         if let Some((marker, may_write)) = marker {
-            let local = marker.try_clone().map_err(|e| failed(Error::io("duplicate a descriptor", &e)))?;
-            let facts = facts_of(&OwnedFd::from(local), &path.join(MARKER))?;
-            if facts.kind == FsKind::Network {
-                let why = format!(
-                    "its file system ({}) is on the network or of another process, and has no locks that all nodes see",
-                    facts.fs
-                );
-                return Err(Error::new(ErrorKind::Unsupported, format!("the disk cache refuses it: {why}")).at(&path));
-            }
+            check_file_system(&marker, &path.join(MARKER), true)?;
+            let none = |e: io::Error| Error::io("use locks of open files (F_OFD_GETLK)", &e).at(path.join(MARKER));
+            held(&marker, EVICTING..EVICTING + 1).map_err(none)?;
             writable = may_write && root.is_writable();
         }
         for name in [OBJECTS, NAMES, LISTS] {
@@ -141,7 +139,7 @@ impl CacheFolder {
 
     /// Records a listing.
     pub(crate) fn note_list(&self, key: &CacheKey, names: &[String]) -> Result<()> {
-        let bytes = json!({"address": key.shown, "names": names}).to_string();
+        let bytes = json!([key.shown, names]).to_string();
         let Some(folder) = self.root.folder(LISTS, false)?.filter(|_| self.writable) else { return Ok(()) };
         if bytes.len() as u64 > MOST_LIST
             || folder.read(&key.name(), MOST_LIST)?.is_some_and(|old| old == bytes.as_bytes())
@@ -163,7 +161,7 @@ impl CacheFolder {
         let id = object_id(&key.hash, version, size);
         let Some(folder) = self.below(OBJECTS, &id, false)? else { return Ok(None) };
         match CacheEntry::open(&folder, &id, self.writable)? {
-            Opened::Entry(entry) if is_of(&entry, key, version, size) => {
+            OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => {
                 entry.touch();
                 Ok(Some(Arc::from(entry)))
             }
@@ -189,9 +187,8 @@ impl CacheFolder {
             Error::new(ErrorKind::Timeout, stopped).at(path())
         })?;
         match CacheEntry::open(&folder, &id, true)? {
-            Opened::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
-            Opened::Nothing => {}
-            Opened::Entry(_) | Opened::Leftover(_) => {}
+            OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
+            _ => {}
         }
         if !remove(&folder, &id)? {
             return Err(refused("its files are not whole, and another process has them open").at(path()));
@@ -200,7 +197,7 @@ impl CacheFolder {
         CacheEntry::make(&folder, &id, &MapHeader { key: key.hash, size, address, version, made: SystemTime::now() })?;
         // Eviction takes the lock of making too: it cannot have removed the entry.
         match CacheEntry::open(&folder, &id, true)? {
-            Opened::Entry(entry) => Ok(Arc::from(entry)),
+            OpenedEntry::Entry(entry) => Ok(Arc::from(entry)),
             other => {
                 Err(Error::new(ErrorKind::Internal, format!("a new entry of the disk cache is gone: {other:?}"))
                     .at(path()))
@@ -256,12 +253,19 @@ fn is_of(entry: &CacheEntry, key: &CacheKey, version: &str, size: u64) -> bool {
 pub(super) fn remove(folder: &Directory, id: &str) -> Result<bool> {
     let (data, map) = (data_name(id), map_name(id));
     let failed = |e: io::Error| Error::write("remove", &e).at(folder.path().join(&map));
-    let open = folder.open(&map, true)?;
-    if let Some((map, _, writable)) = &open {
-        if !writable || !close_to_others(map).map_err(failed)? {
-            return Ok(false);
+    let _closed = match folder.open(&map, true) {
+        Ok(Some((map, _, writable))) => {
+            let is_closed = if writable { close_to_others(&map) } else { is_open(&map).map(|open| !open) };
+            if !is_closed.map_err(failed)? {
+                return Ok(false);
+            }
+            Some(map)
         }
-    }
+        Ok(None) => None,
+        // Nobody has it open who heeds the rules.
+        Err(e) if e.kind() == ErrorKind::Permission => None,
+        Err(e) => return Err(e),
+    };
     for name in [&map, &data, &format!("{map}{PART}")] {
         folder.remove(name).map_err(failed)?;
     }
@@ -279,33 +283,40 @@ fn named(bytes: &[u8]) -> Option<(String, u64)> {
     Some((json["version"].as_str()?.to_owned(), json["size"].as_u64()?))
 }
 
-/// The names in a file of `lists`.
+/// The names in a file of `lists`: its address, and the names.
 fn listed(bytes: &[u8]) -> Option<Vec<String>> {
-    let json: Value = serde_json::from_slice(bytes).ok()?;
-    json["names"].as_array()?.iter().map(|name| name.as_str().map(str::to_owned)).collect()
+    serde_json::from_slice(bytes).ok().map(|(_, names): (String, Vec<String>)| names)
 }
 
-/// The folder, made if it is not there.
-fn opened(path: &Path, shared: bool) -> Result<File> {
-    match Directory::at(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        opened => return opened.map_err(|e| Error::io("open the folder", &e)),
-    }
+/// The folder, made if it is not there, and its path without links.
+fn opened(named: &Path, shared: bool) -> Result<(PathBuf, File)> {
     let failed = |e: io::Error| Error::write("make the folder", &e);
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent).map_err(failed)?;
-    }
-    let mode = if shared { 0o2770 } else { 0o700 };
-    match std::os::unix::fs::DirBuilderExt::mode(&mut fs::DirBuilder::new(), 0o700).create(path) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed(e)),
-        made => {
-            let file = Directory::at(path).map_err(failed)?;
-            if made.is_ok() {
-                set_mode(&file, mode).map_err(failed)?;
-            }
-            Ok(file)
+    if fs::symlink_metadata(named).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
+        let parent = named.parent().filter(|parent| !parent.as_os_str().is_empty());
+        parent.map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
+        match fs::DirBuilder::new().mode(0o700).create(named) {
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed(e)),
+            Err(_) => {}
+            Ok(()) if shared => Directory::at(named).and_then(|file| set_mode(&file, 0o2770)).map_err(failed)?,
+            Ok(()) => Directory::at(named).and_then(|file| set_mode(&file, 0o700)).map_err(failed)?,
         }
     }
+    let failed = |e: io::Error| Error::io("open the folder", &e);
+    let path = fs::canonicalize(named).map_err(failed)?;
+    let file = Directory::at(&path).map_err(failed)?;
+    Ok((path, file))
+}
+
+/// Refuses a file system without locks that all users of the cache see. `whole`: an overlay too.
+fn check_file_system(file: &File, path: &Path, whole: bool) -> Result<()> {
+    let own = file.try_clone().map_err(|e| Error::io("duplicate a descriptor", &e).at(path))?;
+    let facts = facts_of(&OwnedFd::from(own), path)?;
+    if facts.kind != FsKind::Network || (facts.fs == "overlay" && !whole) {
+        return Ok(());
+    }
+    let why = "is on the network, of another process or unknown: its locks may not hold everywhere";
+    let why = format!("the disk cache refuses it: its file system ({}) {why}", facts.fs);
+    Err(Error::new(ErrorKind::Unsupported, why).at(path))
 }
 
 /// The marker of a cache of this format, and whether it may be written; `None`: the folder is empty.
@@ -317,14 +328,15 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         return match format {
             Some(format) if format == FORMAT.to_string() => Ok(Some((marker, writable))),
             Some(format) => {
-                let why = format!("the disk cache in it has format {format}, and this version of penstock has {FORMAT}: name another folder, or empty this one");
+                let next = "name another folder, or empty this one";
+                let why = format!("the disk cache has format {format}, and this version of penstock {FORMAT}: {next}");
                 Err(Error::new(ErrorKind::Unsupported, why).at(path))
             }
             None => Err(Error::invalid("the disk cache refuses it: it is no marker of a disk cache").at(path)),
         };
     }
-    // A disk of its own has `lost+found`. Another process may be making the marker.
-    let is_other = |name: &String| name != "lost+found" && *name != format!("{MARKER}{PART}");
+    // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
+    let is_other = |name: &String| name != "lost+found" && name.strip_suffix(PART).unwrap_or(name) != MARKER;
     match root.names()?.into_iter().find(is_other) {
         None => Ok(None),
         Some(name) => {

@@ -25,6 +25,11 @@ impl CacheKey {
         &self.shown
     }
 
+    /// The name of the entry of a version of it.
+    pub(crate) fn object_id(&self, version: &str, size: u64) -> String {
+        object_id(&self.hash, version, size)
+    }
+
     /// The name of its file in `names` and `lists`.
     pub(super) fn name(&self) -> String {
         hex(&self.hash)

@@ -1,11 +1,13 @@
 //! Looks at the blocks that other processes bring, every few milliseconds, on a thread that lives as long as there are some.
 
+use super::entry::process_of;
 use super::flow::{BlockId, Claimed};
 use super::source::{CachedFiles, Inbox, News};
 use super::BlockState;
 use crate::machine::block_signals;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -16,6 +18,8 @@ const EACH: Duration = Duration::from_millis(4);
 const CLAIMS: usize = 16;
 /// Looks after which the source is woken, also without news.
 const QUIET: u32 = 16;
+/// Looks after which the claims in all files are looked at: a process that has others than before is alive.
+const ALL: u64 = 48;
 
 #[derive(Debug, Default)]
 struct Looked {
@@ -81,8 +85,8 @@ fn end(inbox: &Inbox, shared: &(Mutex<Looked>, Condvar)) {
 }
 
 fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, Condvar)) {
-    let (mut turn, mut quiet) = (0, 0);
-    loop {
+    let (mut turn, mut quiet, mut told, mut claims) = (0, 0, HashMap::new(), HashMap::new());
+    for number in 0u64.. {
         let blocks = {
             let mut looked = lock(shared);
             if looked.closing || looked.blocks.is_empty() {
@@ -91,7 +95,10 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
             }
             looked.blocks.clone()
         };
-        let news = states(files, &blocks, &mut turn);
+        let mut news = states(files, &blocks, &mut turn, &mut told);
+        if number % ALL == 0 {
+            news.extend(alive(files, &told, &mut claims));
+        }
         quiet = if news.is_empty() { quiet + 1 } else { 0 };
         if !news.is_empty() || quiet % QUIET == 0 {
             inbox.tell(news);
@@ -102,7 +109,12 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
 }
 
 /// What is new of these blocks: those that are there now, and those whose claim is another one or gone.
-fn states(files: &CachedFiles, blocks: &[BlockId], turn: &mut usize) -> Vec<News> {
+fn states(
+    files: &CachedFiles,
+    blocks: &[BlockId],
+    turn: &mut usize,
+    told: &mut HashMap<BlockId, Claimed>,
+) -> Vec<News> {
     let mut news = Vec::new();
     let mut left = Vec::new();
     for of_file in blocks.chunk_by(|a, b| a.file == b.file) {
@@ -121,16 +133,44 @@ fn states(files: &CachedFiles, blocks: &[BlockId], turn: &mut usize) -> Vec<News
     *turn = if others.is_empty() { 0 } else { (*turn + CLAIMS) % others.len() };
     for &block in first.iter().chain(some) {
         let Some(Some(file)) = files.get(block.file as usize) else { continue };
-        news.push(News::Seen(
-            block,
-            match file.entry.state(block.block) {
-                Ok(BlockState::There) => Claimed::There,
-                Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
-                Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
-            },
-        ));
+        let state = match file.entry.state(block.block) {
+            Ok(BlockState::There) => Claimed::There,
+            Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
+            Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
+        };
+        if told.insert(block, state) != Some(state) || state == Claimed::Missing {
+            news.push(News::Seen(block, state));
+        }
     }
     news
+}
+
+/// The holders of blocks whose process has claimed others or brought others since the claims were looked at before. A block that
+/// somebody brought in place of its holder still has the holder's lock.
+fn alive(
+    files: &CachedFiles,
+    told: &HashMap<BlockId, Claimed>,
+    claims: &mut HashMap<BlockId, u32>,
+) -> impl Iterator<Item = News> {
+    let mut now = HashMap::new();
+    for (number, file) in (0..).zip(files.iter()) {
+        // A map that cannot be read shows no process.
+        let claimed = file.iter().flat_map(|file| file.entry.claimed().unwrap_or_default());
+        now.extend(claimed.map(|(block, holder)| (BlockId { file: number, block }, holder)));
+    }
+    let before = std::mem::replace(claims, now);
+    let mut processes: BTreeSet<u32> = BTreeSet::new();
+    let is_new = |(block, holder): &(&BlockId, &u32)| before.get(block) != Some(holder);
+    processes.extend(claims.iter().filter(is_new).map(|(_, holder)| process_of(*holder)));
+    for (block, holder) in before.iter().filter(|(block, holder)| claims.get(block) != Some(holder)) {
+        let Some(Some(file)) = files.get(block.file as usize) else { continue };
+        if !processes.contains(&process_of(*holder)) && !file.entry.is_locked(block.block) {
+            processes.insert(process_of(*holder));
+        }
+    }
+    let holder = |state: &Claimed| if let Claimed::Theirs(holder) = state { Some(*holder) } else { None };
+    let holders: BTreeSet<u32> = told.values().filter_map(holder).collect();
+    holders.into_iter().filter(move |holder| processes.contains(&process_of(*holder))).map(News::Alive)
 }
 
 fn is_within(ranges: &[Range<u64>], at: u64) -> bool {

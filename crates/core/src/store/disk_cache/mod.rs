@@ -19,6 +19,7 @@ mod directory;
 mod entry;
 mod flow;
 mod folder;
+mod given;
 mod key;
 mod lock;
 mod look;
@@ -30,8 +31,10 @@ mod source;
 mod store;
 
 pub(crate) use crew::stop_cache_work;
+pub use entry::leave_to_parent;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
+pub use given::{is_disk_cache, GivenObject};
 pub(crate) use key::CacheKey;
 pub(crate) use map::BLOCK;
 pub use progress::{CacheProgress, CacheStatus};
@@ -41,3 +44,7 @@ pub(crate) use store::CachedStore;
 #[cfg(not(loom))]
 #[cfg(test)]
 mod tests;
+
+#[cfg(not(loom))]
+#[cfg(test)]
+mod simulator;

@@ -1,12 +1,13 @@
 //! Room on the disk: eviction of the entries that were used least recently, the list of entries, and leftovers.
 
 use super::directory::{Directory, PART};
-use super::entry::{data_name, header_of, is_open, map_name, CacheEntry, Opened};
-use super::folder::{remove, version_in, CacheFolder, LISTS, NAMES, OBJECTS};
+use super::entry::{data_name, header_of, is_open, map_name, CacheEntry, OpenedEntry};
+use super::folder::{remove, version_in, CacheFolder, EVICTING, LISTS, NAMES, OBJECTS};
 use super::key::{is_object_id, lock_byte, object_id};
-use super::map::{blocks, boot_tag, slots, BLOCK, SLOT};
-use crate::error::{Error, Result};
+use super::map::{blocks, boot_tag, slots, MapHeader, BLOCK, SLOT};
+use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
+use std::fs::{File, Metadata};
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
@@ -14,8 +15,6 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-/// The byte of the marker whose holder evicts. Those of entries are smaller.
-const EVICTING: u64 = 1 << 62;
 /// The most bytes that stay free without a setting.
 const FREE: u64 = 20 << 30;
 
@@ -81,7 +80,7 @@ pub struct CacheRoom {
 
 /// An entry as eviction sees it.
 #[derive(Debug)]
-struct Candidate {
+struct Evictable {
     id: String,
     used: SystemTime,
     disk: u64,
@@ -90,25 +89,21 @@ struct Candidate {
 impl CacheFolder {
     /// Evicts entries until so many bytes more fit; false: they do not.
     pub(crate) fn make_room(&self, bytes: u64) -> Result<bool> {
-        if !self.is_writable() {
+        if !self.is_writable() || self.settings.size.is_some_and(|most| bytes > most) {
             return Ok(false);
         }
-        let CacheRoom { free, keep, most, .. } = self.room()?;
-        let mut lacking = bytes.saturating_add(keep).saturating_sub(free);
-        if let Some(most) = most {
-            if bytes > most {
-                return Ok(false);
-            }
-            let used: u64 = self.candidates()?.iter().map(|one| one.disk).sum();
-            lacking = lacking.max(used.saturating_add(bytes).saturating_sub(most));
-        }
-        if lacking == 0 {
+        if self.lacking(bytes)? == 0 {
             return Ok(true);
         }
         // Two that evict at once would evict twice as much.
-        let Some(_evicting) = self.hold_byte(EVICTING, true)? else { return Ok(false) };
+        let evicting = self.hold_byte(EVICTING, true)?;
+        let mut lacking = self.lacking(bytes)?;
+        if lacking == 0 || evicting.is_none() {
+            return Ok(lacking == 0);
+        }
         self.remove_leftovers()?;
-        for one in self.candidates()? {
+        // The bytes of a removed file may be free only a moment later.
+        for one in self.evictable()? {
             if lacking == 0 {
                 break;
             }
@@ -117,6 +112,15 @@ impl CacheFolder {
             }
         }
         Ok(lacking == 0)
+    }
+
+    /// Bytes that are to be evicted before so many more fit.
+    fn lacking(&self, bytes: u64) -> Result<u64> {
+        let CacheRoom { free, keep, most, .. } = self.room()?;
+        let lacking = bytes.saturating_add(keep).saturating_sub(free);
+        let Some(most) = most else { return Ok(lacking) };
+        let used: u64 = self.evictable()?.iter().map(|one| one.disk).sum();
+        Ok(lacking.max(used.saturating_add(bytes).saturating_sub(most)))
     }
 
     /// The entries, in the order of their last use.
@@ -178,7 +182,7 @@ impl CacheFolder {
             return Ok(None);
         };
         match CacheEntry::open(&folder, id, self.is_writable())? {
-            Opened::Entry(entry) => entry.verify_run(blocks, forget).map(Some),
+            OpenedEntry::Entry(entry) => entry.verify_run(blocks, forget).map(Some),
             _ => Ok(None),
         }
     }
@@ -193,14 +197,14 @@ impl CacheFolder {
     }
 
     /// The entries with a map and data, least recently used first.
-    fn candidates(&self) -> Result<Vec<Candidate>> {
+    fn evictable(&self) -> Result<Vec<Evictable>> {
         let mut found = Vec::new();
         self.each_folder(OBJECTS, |folder| {
             for id in ids(&folder.names()?) {
-                let Some((_, map, _)) = folder.open(&map_name(&id), false)? else { continue };
-                let Some((_, data, _)) = folder.open(&data_name(&id), false)? else { continue };
+                let Some((_, map, _)) = taken(folder.open(&map_name(&id), false))? else { continue };
+                let Some((_, data, _)) = taken(folder.open(&data_name(&id), false))? else { continue };
                 let used = map.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                found.push(Candidate { id, used, disk: data.blocks() * 512 });
+                found.push(Evictable { id, used, disk: data.blocks() * 512 });
             }
             Ok(())
         })?;
@@ -211,20 +215,19 @@ impl CacheFolder {
     /// Removes files that belong to no whole entry and that nobody is making.
     fn remove_leftovers(&self) -> Result<()> {
         self.each_folder(OBJECTS, |folder| {
-            let names = folder.names()?;
-            let ids: BTreeSet<String> =
-                names.iter().filter_map(|name| Some(name.split_once('.')?.0.to_owned())).collect();
-            for id in ids.into_iter().filter(|id| is_object_id(id)) {
-                if described(folder, &id)?.is_some() && !names.contains(&format!("{}{PART}", map_name(&id))) {
+            let names: BTreeSet<String> = folder.names()?.into_iter().collect();
+            let of: BTreeSet<&str> = names.iter().filter_map(|name| Some(name.split_once('.')?.0)).collect();
+            for id in of.into_iter().filter(|id| is_object_id(id)) {
+                let part = format!("{}{PART}", map_name(id));
+                let is_whole = || whole(folder, id).map(|found| found.is_some());
+                if is_whole()? && !names.contains(&part) {
                     continue;
                 }
-                let Some(_removing) = self.hold_byte(lock_byte(&id), false)? else { continue };
-                if described(folder, &id)?.is_none() {
-                    remove(folder, &id)?;
-                } else {
-                    let part = format!("{}{PART}", map_name(&id));
-                    folder.remove(&part).map_err(|e| Error::write("remove", &e).at(folder.path().join(&part)))?;
+                let Some(_removing) = self.hold_byte(lock_byte(id), false)? else { continue };
+                if !is_whole()? {
+                    remove(folder, id)?;
                 }
+                folder.remove(&part).map_err(|e| Error::write("remove", &e).at(folder.path().join(&part)))?;
             }
             Ok(())
         })
@@ -254,7 +257,7 @@ impl CacheFolder {
     }
 
     fn names_an_entry(&self, folder: &Directory, name: &str) -> Result<bool> {
-        let Some((version, size)) = version_in(folder, name)? else { return Ok(false) };
+        let Some((version, size)) = taken(version_in(folder, name))? else { return Ok(false) };
         let mut key = [0; 32];
         for (at, byte) in key.iter_mut().enumerate() {
             match name.get(2 * at..2 * at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
@@ -264,15 +267,15 @@ impl CacheFolder {
         }
         let id = object_id(&key, &version, size);
         match self.below(OBJECTS, &id, false)? {
-            Some(folder) => Ok(folder.open(&map_name(&id), false)?.is_some()),
+            Some(folder) => Ok(taken(folder.open(&map_name(&id), false))?.is_some()),
             None => Ok(false),
         }
     }
 
     fn each_folder(&self, name: &str, mut each: impl FnMut(&Directory) -> Result<()>) -> Result<()> {
         let Some(folder) = self.root.folder(name, false)? else { return Ok(()) };
-        for name in folder.names()? {
-            if let Some(folder) = folder.folder(&name, false)? {
+        for name in folder.names()?.into_iter().filter(|name| name.len() == 2) {
+            if let Some(folder) = taken(folder.folder(&name, false))? {
                 each(&folder)?;
             }
         }
@@ -293,35 +296,55 @@ impl CacheFolder {
     }
 }
 
+/// A file or folder; one that the cache refuses is as one that is not there.
+fn taken<T>(opened: Result<Option<T>>) -> Result<Option<T>> {
+    match opened {
+        Err(e) if e.kind() == ErrorKind::Permission => Ok(None),
+        opened => opened,
+    }
+}
+
 /// The names of entries that have a map.
 fn ids(names: &[String]) -> Vec<String> {
     let id = |name: &String| name.strip_suffix(".map").filter(|id| is_object_id(id)).map(str::to_owned);
     names.iter().filter_map(id).collect()
 }
 
-/// An entry; `None`: its files are not whole.
-fn described(folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
-    let path = folder.path().join(data_name(id));
-    let Some((map, map_found, _)) = folder.open(&map_name(id), false)? else { return Ok(None) };
-    let Some((_, data_found, _)) = folder.open(&data_name(id), false)? else { return Ok(None) };
+/// An entry whose files are whole.
+struct WholeEntry {
+    map: File,
+    map_found: Metadata,
+    data_found: Metadata,
+    header: MapHeader,
+    first_slot: u64,
+}
+
+/// The entry of this name; `None`: its files are not whole.
+fn whole(folder: &Directory, id: &str) -> Result<Option<WholeEntry>> {
+    let Some((map, map_found, _)) = taken(folder.open(&map_name(id), false))? else { return Ok(None) };
+    let Some((_, data_found, _)) = taken(folder.open(&data_name(id), false))? else { return Ok(None) };
     let failed = |e: io::Error| Error::io("read the map", &e).at(folder.path().join(map_name(id)));
     let Ok((header, first_slot)) = header_of(&map).map_err(failed)? else { return Ok(None) };
-    let count = u64::from(blocks(header.size));
-    let is_whole = map_found.len() == first_slot + count * SLOT && data_found.len() == header.size;
-    if !is_whole || object_id(&header.key, &header.version, header.size) != id {
+    let is_whole = map_found.len() == first_slot + u64::from(blocks(header.size)) * SLOT
+        && data_found.len() == header.size
+        && object_id(&header.key, &header.version, header.size) == id;
+    Ok(is_whole.then_some(WholeEntry { map, map_found, data_found, header, first_slot }))
+}
+
+/// The entry of this name, with the bytes that are there; `None`: its files are not whole.
+fn described(folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
+    let Some(WholeEntry { map, map_found, data_found, header, first_slot }) = whole(folder, id)? else {
         return Ok(None);
-    }
-    let (mut bytes, mut there) = (vec![0; 64 << 10], 0);
-    let mut at = 0;
+    };
+    let failed = |e: io::Error| Error::io("read the map", &e).at(folder.path().join(map_name(id)));
+    let count = u64::from(blocks(header.size));
+    let (mut bytes, mut there, mut at) = (vec![0; 64 << 10], 0, 0);
     while at < count {
         let part = (bytes.len() as u64 / SLOT).min(count - at);
         let read = &mut bytes[..(part * SLOT) as usize];
         map.read_exact_at(read, first_slot + at * SLOT).map_err(failed)?;
-        for (block, slot) in (at..).zip(slots(read, boot_tag())) {
-            if slot.crc().is_some() {
-                there += BLOCK.min(header.size - block * BLOCK);
-            }
-        }
+        let is_there = (at..).zip(slots(read, boot_tag())).filter(|(_, slot)| slot.crc().is_some());
+        there += is_there.map(|(block, _)| BLOCK.min(header.size - block * BLOCK)).sum::<u64>();
         at += part;
     }
     Ok(Some(EntryInfo {
@@ -333,6 +356,6 @@ fn described(folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
         disk: data_found.blocks() * 512,
         used: map_found.modified().unwrap_or(SystemTime::UNIX_EPOCH),
         open: is_open(&map).map_err(failed)?,
-        path,
+        path: folder.path().join(data_name(id)),
     }))
 }

@@ -21,7 +21,7 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// Blocks in memory at most: 64 MiB. A quarter of the staging memory, where that is less.
@@ -41,6 +41,8 @@ pub(super) enum News {
     Fetched(BlockId, bool),
     /// The state of a block that another process brings.
     Seen(BlockId, Claimed),
+    /// The process of this holder has claimed or brought other blocks.
+    Alive(u32),
 }
 
 /// Where other threads put them.
@@ -95,6 +97,10 @@ struct Hands {
     writing: Arc<AtomicUsize>,
     inbox: Arc<Inbox>,
     reads: HashMap<Ticket, Read>,
+    /// Memory of blocks that the writer has, or had.
+    in_writer: HashMap<BlockId, Weak<BlockMemory>>,
+    /// The lanes of blocks that came by another one than the server's.
+    lanes: HashMap<BlockId, Lane>,
     /// Blocks to be asked of the server, for which its source had no room.
     unsent: VecDeque<BlockId>,
     dropped: Vec<BlockId>,
@@ -136,6 +142,8 @@ impl CacheSource {
             writing: Arc::default(),
             inbox,
             reads: HashMap::new(),
+            in_writer: HashMap::new(),
+            lanes: HashMap::new(),
             unsent: VecDeque::new(),
             dropped: Vec::new(),
             done: Vec::new(),
@@ -176,6 +184,9 @@ impl CacheSource {
                 Some(block) => {
                     if let Ok(bytes) = done.result {
                         hands.progress.has_received(bytes);
+                        if done.lane != Lane::NETWORK {
+                            hands.lanes.insert(block, done.lane);
+                        }
                     }
                     flow.came(block, done.result.map(drop), hands);
                 }
@@ -208,6 +219,7 @@ impl CacheSource {
                     flow.fetched(block, is_read, hands);
                 }
                 News::Seen(block, state) => flow.seen(now, block, state, hands),
+                News::Alive(holder) => flow.is_alive(now, holder),
             }
         }
     }
@@ -232,6 +244,11 @@ fn block_of(ticket: Ticket) -> Option<BlockId> {
 impl Hands {
     fn file(&self, block: BlockId) -> Option<&Arc<CachedFile>> {
         self.files.get(block.file as usize)?.as_ref()
+    }
+
+    /// The memory of a block that the writer has.
+    fn written(&self, block: BlockId) -> Option<Arc<BlockMemory>> {
+        self.in_writer.get(&block)?.upgrade()
     }
 
     /// Asks the server's source for blocks, as many as it takes.
@@ -268,6 +285,9 @@ impl Carrier for Hands {
     type Buffer = Arc<BlockMemory>;
 
     fn claim(&mut self, block: BlockId) -> Claimed {
+        if self.written(block).is_some() {
+            return Claimed::There;
+        }
         let Some(file) = self.file(block) else { return Claimed::Unshared };
         let own = file.entry.number();
         let state = if file.is_writable() { file.entry.claim(block.block) } else { file.entry.state(block.block) };
@@ -308,6 +328,12 @@ impl Carrier for Hands {
 
     fn fetch(&mut self, block: BlockId, buffer: Self::Buffer) {
         let inbox = self.inbox.clone();
+        if let (Some(memory), Some(file)) = (self.written(block), self.file(block)) {
+            let len = file.block_len(block.block);
+            // SAFETY: the writer's block is complete, and nobody else has the buffer.
+            unsafe { buffer.bytes_mut(len).copy_from_slice(memory.bytes(len)) };
+            return inbox.tell([News::Fetched(block, true)]);
+        }
         let told = Told::new(move |is_read| inbox.tell([News::Fetched(block, is_read)]));
         match self.file(block) {
             Some(file) => Crew::process().fetch(file.clone(), block.block, buffer, told),
@@ -319,6 +345,8 @@ impl Carrier for Hands {
         let Some(file) = self.file(block).cloned() else { return false };
         let bytes = file.block_len(block.block) as u64;
         if !file.is_writable() {
+            // A cache that is full drops them. One that is read-only takes none.
+            self.progress.has_dropped(if file.folder.is_writable() { bytes } else { 0 });
             return false;
         }
         let is_behind = self.writing.load(Ordering::Relaxed) >= self.most_buffers / 2;
@@ -327,13 +355,17 @@ impl Carrier for Hands {
             self.dropped.push(block);
             return false;
         }
+        if self.in_writer.len() >= 2 * self.most_buffers {
+            self.in_writer.retain(|_, memory| memory.strong_count() > 0);
+        }
+        self.in_writer.insert(block, Arc::downgrade(&buffer));
         let bytes = BlockBytes::Memory(buffer, InWriter::of(&self.writing));
         Crew::process().write(&file, block.block, bytes, &self.progress);
         true
     }
 
     fn copy(&mut self, read: Ticket, buffer: &Self::Buffer) {
-        let Some(Read { offset, len, need, into, .. }) = self.reads.get(&read) else { return };
+        let Some(Read { file, offset, len, need, into, .. }) = self.reads.get(&read) else { return };
         let at = (offset % BLOCK) as usize;
         let len = (*len as usize).min(BLOCK as usize - at);
         // SAFETY: the block is complete, and nobody writes to it.
@@ -352,7 +384,9 @@ impl Carrier for Hands {
             Destination::Scatter(places) => places.iter().for_each(|(to, len)| put(*to, *len)),
             _ => {}
         }
-        let lane = if buffer.is_from_disk() { Lane::DISK_CACHE } else { Lane::NETWORK };
+        let block = BlockId { file: *file, block: (*offset / BLOCK) as u32 };
+        let came = || self.lanes.get(&block).copied().unwrap_or(Lane::NETWORK);
+        let lane = if buffer.is_from_disk() { Lane::DISK_CACHE } else { came() };
         let got = (len as u64).max(*need);
         self.end(read, Ok(got), lane, got);
     }

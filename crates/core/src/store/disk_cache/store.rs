@@ -25,7 +25,7 @@ use crate::sync::{lock, Mutex};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 /// The store of a server, behind the cache.
 #[derive(Debug)]
@@ -35,8 +35,8 @@ pub(crate) struct CachedStore {
     offline: bool,
     /// Loads wait for the disk.
     waits: bool,
-    /// Opened when it is first needed.
-    folder: Mutex<Option<Arc<CacheFolder>>>,
+    /// Open as long as something uses it: a store that is kept for later holds no file of the disk.
+    folder: Mutex<Weak<CacheFolder>>,
     /// Objects that were looked up lately: what they lack is written as it comes.
     small: Arc<CacheProgress>,
 }
@@ -47,43 +47,50 @@ impl CachedStore {
     }
 
     fn folder(&self) -> Result<Arc<CacheFolder>> {
-        let mut folder = lock(&self.folder);
-        match &*folder {
-            Some(folder) => Ok(folder.clone()),
-            None => Ok(folder.insert(CacheFolder::open(&self.settings)?).clone()),
+        if let Some(folder) = lock(&self.folder).upgrade() {
+            return Ok(folder);
         }
+        let folder = CacheFolder::open(&self.settings)?;
+        *lock(&self.folder) = Arc::downgrade(&folder);
+        Ok(folder)
     }
 
-    /// The name of an object in the cache; `None`: it is not cached.
-    fn key(&self, at: &Location) -> Result<Option<(Arc<CacheFolder>, CacheKey)>> {
-        let Some(name) = self.inner.identity(at) else { return Ok(None) };
-        let folder = self.folder()?;
-        // Code is taken only from a folder that this user alone may write.
+    /// The name of an object in the cache; or why it is not cached.
+    fn key(&self, at: &Location) -> Result<Result<(Arc<CacheFolder>, CacheKey), String>> {
+        let Some(name) = self.inner.identity(at) else { return Ok(Err("this store is not cached".to_owned())) };
+        let folder = match self.folder() {
+            Err(e) if e.kind() == ErrorKind::NoSpace => return Ok(Err(e.to_string())),
+            folder => folder?,
+        };
         if at.ending().is_some_and(|ending| ending.eq_ignore_ascii_case("py")) && !folder.is_private() {
-            return Ok(None);
+            return Ok(Err("code is taken only from a folder that this user alone may write".to_owned()));
         }
         let key = CacheKey::new(&name, &at.to_string());
-        Ok(Some((folder, key)))
+        Ok(Ok((folder, key)))
     }
 
-    /// An object of a strong version, with its entry; `None`: it is not cached, for this reason.
-    fn cached(&self, object: &Object) -> Result<Result<Arc<CachedFile>, &'static str>> {
+    /// An object of a strong version, with its entry; or why it is not cached.
+    fn cached(&self, object: &Object) -> Result<Result<Arc<CachedFile>, String>> {
         let Version::Strong(version) = &object.version else {
-            return Ok(Err("the server gives no strong ETag, so nobody can know that bytes are of the same version"));
+            let why = "the server gives no strong ETag, so nobody can know that bytes are of the same version";
+            return Ok(Err(why.to_owned()));
         };
         if object.size == 0 {
-            return Ok(Err("it is empty"));
+            return Ok(Err("it is empty".to_owned()));
         }
-        let Some((folder, key)) = self.key(&object.location)? else {
-            return Ok(Err("this store, or this kind of file, is not cached"));
+        let (folder, key) = match self.key(&object.location)? {
+            Ok(found) => found,
+            Err(why) => return Ok(Err(why)),
         };
         let entry = match folder.is_writable() && !self.offline {
-            true => Some(folder.find_or_make(&key, version, object.size)?),
-            false => folder.find(&key, version, object.size)?,
+            true => folder.find_or_make(&key, version, object.size).map(Some),
+            false => folder.find(&key, version, object.size),
         };
         Ok(match entry {
-            Some(entry) => Ok(Arc::new(CachedFile::new(folder, entry, object.clone()))),
-            None => Err("the folder can only be read, and does not have it"),
+            Ok(Some(entry)) => Ok(Arc::new(CachedFile::new(folder, entry, object.clone()))),
+            Ok(None) => Err("the folder can only be read, and does not have it".to_owned()),
+            // A disk that is full, or a file that is refused, costs the cache, not the load.
+            Err(e) => Err(e.to_string()),
         })
     }
 
@@ -135,7 +142,7 @@ pub(super) fn not_there(range: &Range<u64>) -> Error {
 
 impl Store for CachedStore {
     fn list(&self, at: &Location) -> Result<Vec<Location>> {
-        let key = self.key(at)?;
+        let key = self.key(at)?.ok();
         if self.offline {
             let Some((folder, key)) = key else { return Err(not_there(&(0..0)).at(at)) };
             if folder.known(&key)?.is_some() {
@@ -157,24 +164,24 @@ impl Store for CachedStore {
     }
 
     fn head(&self, at: &Location, first: u64) -> Result<Head> {
-        let Some((folder, key)) = self.key(at)? else {
+        let Ok((folder, key)) = self.key(at)? else {
             return match self.offline {
                 true => Err(not_there(&(0..first)).at(at)),
                 false => self.inner.head(at, first),
             };
         };
-        let known = folder.known(&key)?;
+        let known = folder.known(&key).ok().flatten();
         if self.offline {
             return self.head_of(at, known.ok_or_else(|| not_there(&(0..first)).at(at))?, first);
         }
-        let has = |(version, size): &(String, u64)| -> Result<bool> {
-            let Some(entry) = folder.find(&key, version, *size)? else { return Ok(false) };
-            let wanted = entry.blocks_of(0..first.min(*size).max(1));
-            Ok(entry.states(wanted)?.iter().all(|state| *state == BlockState::There))
+        let has = |(version, size): &(String, u64)| {
+            let Ok(Some(entry)) = folder.find(&key, version, *size) else { return false };
+            let states = entry.states(entry.blocks_of(0..first.min(*size).max(1)));
+            states.is_ok_and(|states| states.iter().all(|state| *state == BlockState::There))
         };
         // One byte tells the version.
         let ask = match &known {
-            Some(known) if known.1 > 0 && has(known)? => 1,
+            Some(known) if known.1 > 0 && has(known) => 1,
             _ => first,
         };
         let head = match self.inner.head(at, ask) {
@@ -185,7 +192,8 @@ impl Store for CachedStore {
         let Version::Strong(version) = &head.version else { return Ok(head) };
         let found = (version.clone(), head.size);
         if folder.is_writable() && known.as_ref() != Some(&found) {
-            folder.note(&key, version, head.size)?;
+            // Without it, the next open asks for the first bytes again.
+            let _not_noted = folder.note(&key, version, head.size);
         }
         if head.bytes.len() as u64 != first.min(head.size) {
             return self.head_of(at, found, first);
@@ -210,7 +218,8 @@ impl Store for CachedStore {
         let Ok(file) = self.cached(object)? else { return ask(range) };
         let entry = &file.entry;
         let wanted = entry.blocks_of(range.clone());
-        let there: Vec<bool> = entry.states(wanted.clone())?.iter().map(|s| *s == BlockState::There).collect();
+        let Ok(states) = entry.states(wanted.clone()) else { return ask(range) };
+        let there: Vec<bool> = states.iter().map(|state| *state == BlockState::There).collect();
         let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
         let mut runs = there.chunk_by(|a, b| a == b);
         let mut block = wanted.start;
@@ -248,7 +257,7 @@ impl Store for CachedStore {
                 None => None,
             };
             let is_whole = match &file {
-                Some(file) => !self.settings.verify && file.entry.is_complete()?,
+                Some(file) => !self.settings.verify && file.entry.is_complete().unwrap_or_default(),
                 None => false,
             };
             let copy = match &file {
@@ -262,7 +271,8 @@ impl Store for CachedStore {
         let whole: Vec<bool> = copies.iter().map(|(path, _)| !path.as_os_str().is_empty()).collect();
         progress.has_copies(whole.clone());
         let inner = self.inner.objects(objects)?;
-        let (files, copies) = (Arc::new(files), Arc::new(Files::new(copies)));
+        // A process that was stopped may write a block that another one has written in its place.
+        let (files, copies) = (Arc::new(files), Arc::new(Files::new(copies).rewritten()));
         let store = self.inner.clone();
         let dropped = match () {
             () if self.waits => OfDropped::Never,
@@ -277,7 +287,7 @@ impl Store for CachedStore {
     }
 
     fn check_copy(&self, object: &Object, blocks: Range<u32>) -> Result<CopyChecked> {
-        let (Version::Strong(version), Some((folder, key))) = (&object.version, self.key(&object.location)?) else {
+        let (Version::Strong(version), Ok((folder, key))) = (&object.version, self.key(&object.location)?) else {
             return Ok(CopyChecked::default());
         };
         let Some(entry) = folder.find(&key, version, object.size)? else { return Ok(CopyChecked::default()) };

@@ -1,74 +1,223 @@
-//! Entries of a cache in one process.
+//! The files of the disk cache: on their own, beside other processes, and after faults.
 
 use super::*;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use crate::error::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tempfile::TempDir;
+
+mod access;
+mod faults;
+mod processes;
+mod room;
 
 fn settings(folder: &Path) -> DiskCacheSettings {
-    DiskCacheSettings {
-        folder: folder.to_owned(),
-        size: None,
-        free: Some(0),
-        shared: false,
-        verify: false,
-        refetch: true,
+    let folder = folder.to_owned();
+    DiskCacheSettings { folder, size: None, free: Some(0), shared: false, verify: false, refetch: true }
+}
+
+/// A cache in a folder that is removed afterwards.
+fn cache() -> (TempDir, Arc<CacheFolder>) {
+    let folder = tempfile::tempdir().unwrap();
+    let cache = CacheFolder::open(&settings(&folder.path().join("cache"))).unwrap();
+    (folder, cache)
+}
+
+fn key(name: &str) -> CacheKey {
+    CacheKey::new(&format!("endpoint s3://bucket/{name}"), &format!("s3://bucket/{name}"))
+}
+
+/// The bytes of a block. They tell their place.
+fn block(entry: &CacheEntry, block: u32) -> Vec<u8> {
+    let range = entry.range(block);
+    let words = range.start / 8..range.end.div_ceil(8);
+    let mut bytes: Vec<u8> = words.flat_map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
+    bytes.truncate((range.end - range.start) as usize);
+    bytes
+}
+
+fn fill(entry: &CacheEntry) {
+    for number in 0..entry.blocks() {
+        entry.write(number, &block(entry, number)).unwrap();
     }
 }
 
-fn bytes(size: u64) -> Vec<u8> {
-    (0..size).map(|at| (at * 31 + at / 4096) as u8).collect()
+/// The bytes of each block that is there are right; how many are there.
+fn check(entry: &CacheEntry) -> u32 {
+    let mut there = 0;
+    for number in 0..entry.blocks() {
+        if entry.state(number).unwrap() == BlockState::There {
+            let range = entry.range(number);
+            let mut read = vec![0; (range.end - range.start) as usize];
+            entry.read(range, &mut read).unwrap();
+            assert!(read == block(entry, number), "block {number} has other bytes");
+            assert!(entry.verify(number).unwrap(), "block {number} has another CRC");
+            there += 1;
+        }
+    }
+    there
+}
+
+/// The map of an entry.
+fn map_of(entry: &CacheEntry) -> PathBuf {
+    entry.data_path().with_extension("map")
+}
+
+/// All files below a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for one in std::fs::read_dir(folder).unwrap().map(|one| one.unwrap().path()) {
+        match one.is_dir() {
+            true => found.extend(files(&one)),
+            false => found.push(one),
+        }
+    }
+    found
 }
 
 #[test]
-fn blocks_that_were_written_are_there_for_the_next_open_and_synced_ones_after_a_boot() {
-    let folder = tempfile::tempdir().unwrap();
-    let cache = CacheFolder::open(&settings(&folder.path().join("cache"))).unwrap();
+fn blocks_that_were_written_are_there_for_every_open() {
+    let (_folder, cache) = cache();
     assert!(cache.is_writable() && cache.is_private());
-    let key = CacheKey::new("endpoint s3://bucket/model", "s3://bucket/model");
+    let key = key("model");
     let size = 2 * BLOCK + 1000;
     assert!(cache.find(&key, "v1", size).unwrap().is_none());
     let entry = cache.find_or_make(&key, "v1", size).unwrap();
     assert_eq!((entry.blocks(), entry.size(), entry.range(2)), (3, size, 2 * BLOCK..size));
-    assert_eq!(entry.claim_run(0..3).unwrap(), vec![BlockState::Claimed(entry.number()); 3]);
     let other = cache.find(&key, "v1", size).unwrap().unwrap();
-    assert_eq!(other.states(0..3).unwrap(), vec![BlockState::Claimed(entry.number()); 3]);
-    assert_eq!(other.claim(1).unwrap(), BlockState::Claimed(entry.number()));
-    let whole = bytes(size);
-    entry.write(0, &whole[..BLOCK as usize]).unwrap();
-    entry.release(1);
-    entry.write(2, &whole[2 * BLOCK as usize..]).unwrap();
+    entry.write(0, &block(&entry, 0)).unwrap();
+    entry.write(2, &block(&entry, 2)).unwrap();
     let states = [BlockState::There, BlockState::Missing, BlockState::There];
     assert_eq!(other.states(0..3).unwrap(), states);
     assert_eq!(other.there().unwrap(), [0..BLOCK, 2 * BLOCK..size]);
     assert!(!other.is_complete().unwrap());
-    let mut read = vec![0; 1000];
-    other.read(2 * BLOCK..size, &mut read).unwrap();
-    assert_eq!(read, whole[2 * BLOCK as usize..]);
     assert_eq!((other.sync().unwrap(), entry.sync().unwrap()), (2, 0));
-    assert_eq!(other.claim(1).unwrap(), BlockState::Claimed(other.number()));
-    other.write(1, &whole[BLOCK as usize..2 * BLOCK as usize]).unwrap();
+    other.write(1, &block(&other, 1)).unwrap();
     assert!(entry.is_complete().unwrap());
-    assert!((0..3).all(|block| entry.verify(block).unwrap()));
-    cache.note(&key, "v1", size).unwrap();
-    assert_eq!(cache.known(&key).unwrap(), Some(("v1".to_owned(), size)));
-    let [info] = &cache.entries().unwrap()[..] else { panic!("one entry") };
-    assert_eq!((info.there, info.open, &info.address[..]), (size, true, "s3://bucket/model"));
-    let pruned = cache.prune(&Prune::All, false).unwrap();
-    assert_eq!((pruned.open.len(), pruned.gone.len(), pruned.kept.len()), (1, 0, 0));
-    let (path, id) = (info.path.clone(), info.id.clone());
-    drop((entry, other));
-    std::fs::OpenOptions::new().write(true).open(&path).unwrap().write_all_at(b"?", BLOCK + 5).unwrap();
-    let bad = vec![BLOCK..2 * BLOCK];
-    assert_eq!(cache.verify(&id, 0..9, false).unwrap(), Some((size, bad.clone())));
-    assert_eq!(cache.verify(&id, 1..3, true).unwrap(), Some((BLOCK + 1000, bad)));
-    assert_eq!(cache.verify(&id, 0..3, true).unwrap(), Some((BLOCK + 1000, vec![])));
-    assert_eq!(cache.verify("../x", 0..3, true).unwrap(), None);
-    assert_eq!(cache.prune(&Prune::All, true).unwrap().gone.len(), 1);
-    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
-    let room = cache.room().unwrap();
-    assert!(room.keep == 0 && room.free <= room.total && room.most.is_none());
-    assert_eq!((cache.entries().unwrap().len(), cache.known(&key).unwrap()), (0, None));
-    cache.note_list(&key, &["a".to_owned()]).unwrap();
-    assert_eq!(cache.list(&key).unwrap().unwrap(), ["a"]);
-    assert!(cache.make_room(1 << 20).unwrap());
+    assert_eq!(check(&entry), 3);
+    assert_eq!(
+        (entry.blocks_of(5..BLOCK), entry.blocks_of(BLOCK..size + 9), entry.blocks_of(7..7)),
+        (0..1, 1..3, 0..0)
+    );
+    assert!(cache.find(&key, "v2", size).unwrap().is_none() && cache.find(&key, "v1", size + 1).unwrap().is_none());
+}
+
+#[test]
+fn an_empty_object_is_complete_and_an_object_that_no_disk_holds_is_refused() {
+    let (_folder, cache) = cache();
+    let entry = cache.find_or_make(&key("empty"), "v", 0).unwrap();
+    assert!(entry.is_complete().unwrap() && entry.there().unwrap().is_empty());
+    assert_eq!(entry.sync().unwrap(), 0);
+    let refused = cache.find_or_make(&key("huge"), "v", u64::MAX).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported);
+    let long = "v".repeat(1 << 17);
+    assert_eq!(cache.find_or_make(&key("long"), &long, 5).unwrap_err().kind(), ErrorKind::Unsupported);
+    assert_eq!(files(&cache.path().join("objects")).len(), 2, "what was refused left no file");
+}
+
+#[test]
+fn a_claim_is_seen_by_others_until_it_is_released_written_or_dropped() {
+    let (_folder, cache) = cache();
+    let one = cache.find_or_make(&key("model"), "v", 10 * BLOCK).unwrap();
+    let other = cache.find(&key("model"), "v", 10 * BLOCK).unwrap().unwrap();
+    let (ours, theirs) = (BlockState::Claimed(one.number()), BlockState::Claimed(other.number()));
+    assert_ne!(ours, theirs);
+    assert_eq!(one.claim_run(2..5).unwrap(), [ours; 3]);
+    assert_eq!(one.claim_run(2..5).unwrap(), [ours; 3], "what is claimed here stays so");
+    assert_eq!(other.states(1..6).unwrap(), [BlockState::Missing, ours, ours, ours, BlockState::Missing]);
+    one.write(3, &block(&one, 3)).unwrap();
+    one.release(4);
+    one.release(9);
+    assert_eq!(other.claim_run(0..7).unwrap(), [theirs, theirs, ours, BlockState::There, theirs, theirs, theirs]);
+    assert_eq!(one.state(4).unwrap(), theirs);
+    drop(one);
+    assert_eq!(other.state(2).unwrap(), BlockState::Missing);
+    assert_eq!(other.claim(2).unwrap(), theirs);
+    other.release_all();
+    assert_eq!(other.states(0..10).unwrap().iter().filter(|state| **state == BlockState::Missing).count(), 9);
+}
+
+#[test]
+fn a_block_is_written_without_a_claim_and_once_only() {
+    let (_folder, cache) = cache();
+    let one = cache.find_or_make(&key("model"), "v", 2 * BLOCK).unwrap();
+    let other = cache.find(&key("model"), "v", 2 * BLOCK).unwrap().unwrap();
+    one.claim_run(0..2).unwrap();
+    other.write(0, &block(&other, 0)).unwrap();
+    assert_eq!(one.state(0).unwrap(), BlockState::There);
+    assert_eq!(other.sync().unwrap(), 1);
+    // The late write of the holder changes nothing: the block stays synced.
+    one.write(0, &vec![7; BLOCK as usize]).unwrap();
+    assert_eq!((one.sync().unwrap(), check(&one)), (0, 1));
+    let short = one.write(1, &[1, 2, 3]).unwrap_err();
+    assert!(short.kind() == ErrorKind::Internal && one.state(1).unwrap() == BlockState::Missing, "{short}");
+    assert!(one.write(2, &[]).is_err() && one.claim(2).is_err() && one.state(2).is_err());
+}
+
+#[test]
+fn a_flipped_byte_is_found_and_its_block_can_be_written_anew() {
+    let (_folder, cache) = cache();
+    let entry = cache.find_or_make(&key("model"), "v", BLOCK + 10).unwrap();
+    fill(&entry);
+    entry.sync().unwrap();
+    let mut bytes = std::fs::read(entry.data_path()).unwrap();
+    bytes[BLOCK as usize + 3] ^= 4;
+    std::fs::write(entry.data_path(), &bytes).unwrap();
+    assert!(entry.verify(0).unwrap() && !entry.verify(1).unwrap());
+    assert!(!entry.verify_bytes(1, &bytes[BLOCK as usize..]).unwrap());
+    assert!(entry.verify_bytes(1, &block(&entry, 1)).unwrap());
+    entry.forget(1).unwrap();
+    assert!(entry.verify(1).unwrap() && entry.state(1).unwrap() == BlockState::Missing);
+    entry.write(1, &block(&entry, 1)).unwrap();
+    assert_eq!(check(&entry), 2);
+}
+
+#[test]
+fn bytes_that_are_not_aligned_are_written_through_the_page_cache_and_aligned_ones_past_it() {
+    let (_folder, cache) = cache();
+    let entry = cache.find_or_make(&key("model"), "v", 3 * BLOCK).unwrap();
+    let pages = (BLOCK as usize + 4096) / 4096;
+    let mut memory = vec![0u8; (pages + 1) * 4096];
+    let start = memory.as_ptr().align_offset(4096);
+    for (number, offset) in [(0, start), (1, start + 1), (2, start + 512)] {
+        let bytes = &mut memory[offset..offset + BLOCK as usize];
+        bytes.copy_from_slice(&block(&entry, number));
+        entry.write(number, bytes).unwrap();
+    }
+    assert_eq!((check(&entry), entry.sync().unwrap()), (3, 3));
+}
+
+#[test]
+fn versions_and_listings_are_kept_and_replaced() {
+    let (_folder, cache) = cache();
+    let (one, other) = (key("one"), key("other"));
+    assert_eq!((cache.known(&one).unwrap(), cache.list(&one).unwrap()), (None, None));
+    cache.note(&one, "v1", 7).unwrap();
+    cache.note(&other, "v1", 8).unwrap();
+    cache.note(&one, "\"v2\"", 9).unwrap();
+    assert_eq!(cache.known(&one).unwrap(), Some(("\"v2\"".to_owned(), 9)));
+    assert_eq!(cache.known(&other).unwrap(), Some(("v1".to_owned(), 8)));
+    let names = ["a".to_owned(), "b/c".to_owned()];
+    cache.note_list(&one, &names).unwrap();
+    assert_eq!(cache.list(&one).unwrap().unwrap(), names);
+    cache.note_list(&one, &[]).unwrap();
+    assert_eq!((cache.list(&one).unwrap(), cache.list(&other).unwrap()), (Some(Vec::new()), None));
+    assert!(files(cache.path()).iter().all(|file| !file.to_string_lossy().contains(".part")));
+}
+
+#[test]
+fn no_name_of_a_file_tells_what_it_holds() {
+    let (_folder, cache) = cache();
+    let key = CacheKey::new("https://host/model?token=secret", "https://host/\u{1b}model");
+    assert_eq!(key.shown(), "https://host/model");
+    cache.find_or_make(&key, "v", 9).unwrap();
+    cache.note(&key, "v", 9).unwrap();
+    cache.note_list(&key, &[]).unwrap();
+    let found = files(cache.path());
+    assert_eq!(found.len(), 5);
+    for file in found {
+        assert!(!file.to_string_lossy().contains("host"), "{file:?}");
+        let bytes = std::fs::read(&file).unwrap();
+        assert!(!bytes.windows(6).any(|part| part == b"secret" || part == b"token="), "{file:?}");
+    }
 }

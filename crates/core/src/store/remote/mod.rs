@@ -59,6 +59,7 @@ use self::whole::{is_whole, unknown_end};
 use super::facts::{Facts, FsKind};
 use super::location::Location;
 use super::look::Look;
+use super::mirrors::Mirror;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::version::Version;
 use super::watch::{answered, stall};
@@ -73,7 +74,14 @@ use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+/// Connections to a mirror.
+const MIRROR_CONNECTIONS: usize = 4;
+/// Bytes of one request to a mirror: it is asked for little at a time.
+const MIRROR_REQUEST: u64 = 2 * MIB;
+/// A mirror that brings nothing for so long is left.
+const MIRROR_STALL: Duration = Duration::from_secs(1);
 /// Objects whose sizes are remembered.
 const MOST_SIZES: usize = 100_000;
 /// Bytes of one read, and so of one slab. A request asks for many neighbouring ones.
@@ -102,6 +110,34 @@ impl Web {
     pub(super) fn of(provider: &Provider, settings: StorageSettings, environment: Environment) -> Web {
         let (common, requests) = (provider.requests)(settings, environment);
         Web { name: provider.schemes[0], common, requests, sizes: Arc::default() }
+    }
+
+    /// The store of a mirror, which is asked with the certificates, interfaces and limits of these settings, and with a token
+    /// if it wants one. It is near: what fails there is not tried again.
+    ///
+    /// # Errors
+    /// `Invalid`: the token would be readable on the way.
+    pub(super) fn of_mirror(settings: &StorageSettings, address: String, token: Option<Secret>) -> Result<Mirror> {
+        let web = WebSettings {
+            connections: MIRROR_CONNECTIONS.min(settings.web.connections),
+            first_connections: MIRROR_CONNECTIONS.min(settings.web.connections),
+            threads: 1,
+            request_bytes: MIRROR_REQUEST,
+            tries: 1,
+            patience: None,
+            busy: Duration::ZERO,
+            stall: MIRROR_STALL,
+            credentials: None,
+            proxies: None,
+            ..settings.web.clone()
+        };
+        let bearer = token.map(|token| Bearer::new(&address, token)).transpose()?;
+        if bearer.as_ref().is_some_and(|bearer| !bearer.server.keeps_secrets()) {
+            let text = format!("mirror_token would be readable on the way to {address}: give its https:// address");
+            return Err(Error::invalid(text));
+        }
+        let store = Web::new(StorageSettings { bearer, ..StorageSettings::from(web) });
+        Ok((address, Arc::new(store)))
     }
 
     /// The proxies that this process's environment names.

@@ -58,6 +58,10 @@ pub struct CacheSettings {
     pub waits: bool,
     /// No server is asked.
     pub offline: bool,
+    /// Addresses of other nodes that serve what their caches have.
+    pub mirrors: Vec<String>,
+    /// The token that they want.
+    pub mirror_token: Option<Secret>,
 }
 
 /// One setting, as the table has it.
@@ -363,6 +367,22 @@ settings! {
             "forget" => true,
             _ => return Err("must be \"fetch\" or \"forget\"".into()),
         };
+
+        /// Addresses of other nodes that run `penstock serve --disk-cache`, such as ["http://node-a:8080"]: what they have of an
+        /// object, in its very version, comes from them.
+        ///
+        /// `["http://node-a:8080"]` (or with commas): other nodes that run `penstock serve`. What they have of an object, in
+        /// that very version, comes from them; the rest, and what fails, from the object's server
+        mirrors: Form::Names, |s, text| {
+            let addresses: Vec<_> = text.split(',').map(|one| one.trim().trim_end_matches('/').to_owned()).collect();
+            addresses.iter().try_for_each(|one| Address::parse(one).map(drop)).map_err(|e| e.message().to_owned())?;
+            s.cache.mirrors = addresses
+        };
+
+        /// The bearer token that all `mirrors` want. Over https only, except to this machine.
+        ///
+        /// the token that all `mirrors` want; over https only, except to this machine
+        mirror_token: Form::Secret, |s, text| s.cache.mirror_token = Some(Secret::new(text));
 
         /// True: no server is asked. What the disk cache has, in the version that it had last, is loaded; all else is an error.
         ///

@@ -1,0 +1,68 @@
+//! What the cache gives to other nodes: objects by the names of their entries, and boards that say which blocks are there.
+
+use super::directory::Directory;
+use super::entry::{CacheEntry, OpenedEntry};
+use super::folder::{CacheFolder, MARKER, OBJECTS};
+use super::key::is_object_id;
+use super::BLOCK;
+use crate::error::Result;
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+
+/// Whether a folder is a disk cache: it has the marker.
+pub fn is_disk_cache(folder: &Path) -> bool {
+    folder.join(MARKER).is_file()
+}
+
+/// An object in the cache, to be read. Nobody removes it meanwhile.
+#[derive(Debug)]
+pub struct GivenObject(Box<CacheEntry>);
+
+impl CacheFolder {
+    /// The object whose entry has this name, if it is there.
+    ///
+    /// # Errors
+    /// `Io`, `Permission`: its files cannot be read.
+    pub fn given(&self, id: &str) -> Result<Option<GivenObject>> {
+        let folder: Option<Directory> = if is_object_id(id) { self.below(OBJECTS, id, false)? } else { None };
+        let Some(folder) = folder else { return Ok(None) };
+        match CacheEntry::open(&folder, id, self.is_writable())? {
+            OpenedEntry::Entry(entry) => Ok(Some(GivenObject(entry))),
+            _ => Ok(None),
+        }
+    }
+}
+
+impl GivenObject {
+    /// Bytes of the object.
+    pub fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    /// The file with its bytes.
+    pub fn file(&self) -> &File {
+        self.0.file()
+    }
+
+    /// The end of the bytes that are there from the start of `range` on, at most its end.
+    pub fn there(&self, range: &Range<u64>) -> u64 {
+        let there = self.0.there().unwrap_or_default();
+        let next = there.partition_point(|known| known.end <= range.start);
+        match there.get(next) {
+            Some(known) if known.start <= range.start => known.end.min(range.end),
+            _ => range.start,
+        }
+    }
+
+    /// A bit for each block, from the lowest one of the first byte on: the block is there.
+    pub fn board(&self) -> Vec<u8> {
+        let mut bits = vec![0; self.size().div_ceil(BLOCK).div_ceil(8) as usize];
+        for range in self.0.there().unwrap_or_default() {
+            for block in range.start / BLOCK..range.end.div_ceil(BLOCK) {
+                bits[(block / 8) as usize] |= 1 << (block % 8);
+            }
+        }
+        bits
+    }
+}

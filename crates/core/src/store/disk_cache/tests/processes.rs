@@ -1,0 +1,343 @@
+//! Processes that use one cache at once. A child is this test program, which plays a role.
+
+use super::*;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const ROLE: &str = "PENSTOCK_TEST_CACHE_ROLE";
+const BLOCKS: u64 = 24;
+const SIZE: u64 = BLOCKS * BLOCK - 77;
+
+/// A process that plays a role: its output is empty until it says something.
+pub(super) fn child(role: &str, folder: &Path, words: &[&str]) -> Child {
+    let role = [&[role, folder.to_str().unwrap()], words].concat().join("\n");
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "store::disk_cache::tests::processes::a_child_plays_its_role", "--nocapture"])
+        .env(ROLE, role)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// The role was played to its end.
+pub(super) fn played() {
+    std::process::exit(0);
+}
+
+#[test]
+fn a_child_plays_its_role() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let words: Vec<String> = role.split('\n').map(str::to_owned).collect();
+    let folder = PathBuf::from(&words[1]);
+    let open = || CacheFolder::open(&settings(&folder)).unwrap();
+    let wait = || std::io::stdin().read_exact(&mut [0]).unwrap();
+    match &words[0][..] {
+        // Claims what is missing, writes it, until all is there.
+        "brings" => {
+            let cache = open();
+            let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+            let (mut at, mut written) = (words[2].parse::<u32>().unwrap(), 0);
+            while !entry.is_complete().unwrap() {
+                let run = at % entry.blocks()..(at % entry.blocks() + 5).min(entry.blocks());
+                for (number, state) in run.clone().zip(entry.claim_run(run).unwrap()) {
+                    if state == BlockState::Claimed(entry.number()) {
+                        entry.write(number, &block(&entry, number)).unwrap();
+                        written += 1;
+                    }
+                }
+                if at % 3 == 0 {
+                    entry.sync().unwrap();
+                }
+                at += 5;
+            }
+            println!("\nwritten {written}");
+        }
+        // Claims some blocks, says its number, and waits.
+        "claims" => {
+            let cache = open();
+            let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+            entry.claim_run(3..9).unwrap();
+            println!("\nnumber {}", entry.number());
+            wait();
+            entry.write(4, &block(&entry, 4)).unwrap();
+        }
+        // The same, with a forked child that outlives it.
+        "forks" => {
+            let cache = open();
+            let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+            entry.claim_run(3..9).unwrap();
+            // SAFETY: the child makes plain system calls, and ends.
+            let forked = unsafe { libc::fork() };
+            if forked == 0 {
+                assert_eq!(entry.claim(1).unwrap_err().kind(), ErrorKind::Forked);
+                assert_eq!(entry.write(3, &block(&entry, 3)).unwrap_err().kind(), ErrorKind::Forked);
+                assert_eq!(entry.state(3).unwrap_err().kind(), ErrorKind::Forked);
+                entry.release(3);
+                entry.release_all();
+                if words[2] == "leaves" {
+                    leave_to_parent();
+                }
+                drop(entry);
+                wait_forever();
+            }
+            println!("\nforked {forked}");
+            wait();
+        }
+        "forks_and_keeps" => {
+            let cache = open();
+            let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+            entry.claim_run(3..9).unwrap();
+            // SAFETY: as above.
+            let forked = unsafe { libc::fork() };
+            if forked == 0 {
+                wait_forever();
+            }
+            println!("\nforked {forked}");
+            wait();
+            drop(entry);
+            println!("\ndropped 1");
+            wait();
+        }
+        // Makes, fills, checks and drops entries.
+        "uses" => {
+            let cache = open();
+            let end = Instant::now() + Duration::from_millis(words[2].parse().unwrap());
+            let mut rounds = 0;
+            while Instant::now() < end {
+                let name = format!("model {}", rounds % 3);
+                let entry = cache.find_or_make(&key(&name), "v", 2 * BLOCK).unwrap();
+                for number in 0..2 {
+                    if entry.claim(number).unwrap() == BlockState::Claimed(entry.number()) {
+                        entry.write(number, &block(&entry, number)).unwrap();
+                    }
+                }
+                check(&entry);
+                cache.note(&key(&name), "v", 2 * BLOCK).unwrap();
+                rounds += 1;
+            }
+            println!("\nrounds {rounds}");
+        }
+        // Removes them meanwhile.
+        "prunes" => {
+            let cache = open();
+            let end = Instant::now() + Duration::from_millis(words[2].parse().unwrap());
+            let mut removed = 0;
+            while Instant::now() < end {
+                removed += cache.prune(&Prune::All, false).unwrap().gone.len() as u64;
+                cache.entries().unwrap();
+                cache.make_room(BLOCK).unwrap();
+            }
+            println!("\nremoved {removed}");
+        }
+        "is_limited" => {
+            let limit = |most: u64| {
+                let limit = libc::rlimit { rlim_cur: most, rlim_max: libc::RLIM_INFINITY };
+                // SAFETY: one structure is read.
+                assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
+            };
+            let cache = open();
+            let before = cache.find_or_make(&key("before"), "v", 3 * BLOCK).unwrap();
+            limit(BLOCK + BLOCK / 2);
+            let refused = cache.find_or_make(&key("model"), "v", 2 * BLOCK).unwrap_err();
+            assert_eq!((refused.kind(), refused.errno()), (ErrorKind::NoSpace, Some(libc::EFBIG)), "{refused}");
+            cache.find_or_make(&key("small"), "v", BLOCK).unwrap();
+            before.write(0, &block(&before, 0)).unwrap();
+            assert_eq!(before.write(1, &block(&before, 1)).unwrap_err().kind(), ErrorKind::NoSpace);
+            assert_eq!((before.state(1).unwrap(), check(&before)), (BlockState::Missing, 1));
+            println!("\nalive 1");
+        }
+        role => access::play(role, &folder, &words[2..]),
+    }
+    played();
+}
+
+fn wait_forever() -> ! {
+    loop {
+        // SAFETY: a plain system call.
+        unsafe { libc::pause() };
+    }
+}
+
+/// The number that a child says behind this word.
+fn said(child: &mut Child, word: &str) -> u32 {
+    let output = child.stdout.take().unwrap();
+    let mut lines = BufReader::new(output);
+    let mut line = String::new();
+    while lines.read_line(&mut line).unwrap() > 0 {
+        if let Some(number) = line.strip_prefix(word) {
+            let number = number.trim().parse().unwrap();
+            child.stdout = Some(lines.into_inner());
+            return number;
+        }
+        line.clear();
+    }
+    panic!("it did not say {word:?}");
+}
+
+fn signal(process: u32, signal: i32) {
+    // SAFETY: a process of this test.
+    assert_eq!(unsafe { libc::kill(process as i32, signal) }, 0);
+}
+
+/// Ends the wait of a child.
+fn goes_on(child: &mut Child) {
+    child.stdin.as_mut().unwrap().write_all(b"x").unwrap();
+}
+
+fn kill(mut child: Child) {
+    signal(child.id(), libc::SIGKILL);
+    child.wait().unwrap();
+}
+
+/// Waits until it holds.
+fn until(holds: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !holds() {
+        assert!(began.elapsed() < Duration::from_secs(30), "it does not come to hold");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn processes_that_need_one_object_write_each_block_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("cache");
+    let children: Vec<_> = (0..4).map(|n| child("brings", &root, &[&format!("{}", n * 7)])).collect();
+    let written: Vec<u32> = children
+        .into_iter()
+        .map(|mut child| {
+            let written = said(&mut child, "written ");
+            assert!(child.wait().unwrap().success());
+            written
+        })
+        .collect();
+    assert_eq!(written.iter().sum::<u32>(), BLOCKS as u32, "{written:?}");
+    let cache = CacheFolder::open(&settings(&root)).unwrap();
+    assert_eq!(check(&cache.find(&key("model"), "v", SIZE).unwrap().unwrap()), BLOCKS as u32);
+}
+
+#[test]
+fn a_process_that_is_killed_at_any_moment_leaves_whole_blocks_and_no_claim() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut kept = 0;
+    for round in 0..20u64 {
+        let root = folder.path().join(format!("cache {}", round / 5));
+        let child = child("brings", &root, &[&format!("{}", round * 3)]);
+        std::thread::sleep(Duration::from_micros(2_000 + round * 3_700 % 60_000));
+        kill(child);
+        let Ok(cache) = CacheFolder::open(&settings(&root)) else { panic!("round {round}") };
+        let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+        kept += check(&entry);
+        let missing = |state: &BlockState| matches!(state, BlockState::There | BlockState::Missing);
+        assert!(entry.states(0..BLOCKS as u32).unwrap().iter().all(missing), "a claim is left");
+    }
+    println!("{kept} blocks were there after 20 kills");
+}
+
+#[test]
+fn a_killed_holder_has_no_claims_and_a_stopped_one_keeps_them() {
+    let (_folder, cache) = cache();
+    let mut holder = child("claims", cache.path(), &[]);
+    let number = said(&mut holder, "number ");
+    let entry = cache.find(&key("model"), "v", SIZE).unwrap().unwrap();
+    signal(holder.id(), libc::SIGSTOP);
+    assert_eq!(entry.state(4).unwrap(), BlockState::Claimed(number));
+    assert_eq!(entry.claim(4).unwrap(), BlockState::Claimed(number));
+    // Whoever needs it writes it.
+    for block_number in 3..6 {
+        entry.write(block_number, &block(&entry, block_number)).unwrap();
+    }
+    assert_eq!((entry.sync().unwrap(), entry.state(6).unwrap()), (3, BlockState::Claimed(number)));
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().open.len(), 1);
+    signal(holder.id(), libc::SIGCONT);
+    goes_on(&mut holder);
+    assert!(holder.wait().unwrap().success());
+    assert_eq!((entry.state(6).unwrap(), check(&entry), entry.sync().unwrap()), (BlockState::Missing, 3, 0));
+    let holder = child("claims", cache.path(), &[]);
+    until(|| matches!(entry.state(8).unwrap(), BlockState::Claimed(_)));
+    kill(holder);
+    assert_eq!(entry.claim(8).unwrap(), BlockState::Claimed(entry.number()));
+}
+
+#[test]
+fn a_forked_child_keeps_the_locks_of_a_killed_parent_unless_it_leaves_them() {
+    for (role, word, stays) in [("forks", "leaves", false), ("forks", "drops", false), ("forks_and_keeps", "", true)] {
+        let (_folder, cache) = cache();
+        let mut parent = child(role, cache.path(), &[word]);
+        let forked = said(&mut parent, "forked ");
+        let entry = cache.find(&key("model"), "v", SIZE).unwrap().unwrap();
+        assert!(matches!(entry.state(4).unwrap(), BlockState::Claimed(_)), "{role} {word}: the parent holds it");
+        if !stays {
+            // Until the forked child has closed it.
+            let descriptors = format!("/proc/{forked}/fd");
+            until(|| !links(&descriptors).iter().any(|link| link.ends_with(".map")));
+            assert!(
+                matches!(entry.state(4).unwrap(), BlockState::Claimed(_)),
+                "{role} {word}: the parent holds it still"
+            );
+        }
+        kill(parent);
+        assert_eq!(matches!(entry.state(4).unwrap(), BlockState::Claimed(_)), stays, "{role} {word}");
+        signal(forked, libc::SIGKILL);
+        until(|| entry.state(4).unwrap() == BlockState::Missing);
+    }
+}
+
+/// The targets of the links in a folder.
+fn links(folder: &str) -> Vec<String> {
+    let target = |one: std::io::Result<std::fs::DirEntry>| std::fs::read_link(one.ok()?.path()).ok();
+    std::fs::read_dir(folder).unwrap().filter_map(target).map(|path| path.to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn a_parent_that_drops_an_entry_ends_its_claims_beside_a_forked_child() {
+    let (_folder, cache) = cache();
+    let mut parent = child("forks_and_keeps", cache.path(), &[]);
+    let forked = said(&mut parent, "forked ");
+    let entry = cache.find(&key("model"), "v", SIZE).unwrap().unwrap();
+    goes_on(&mut parent);
+    said(&mut parent, "dropped ");
+    assert_eq!(entry.state(4).unwrap(), BlockState::Missing);
+    drop(entry);
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1, "it is open no more");
+    kill(parent);
+    signal(forked, libc::SIGKILL);
+}
+
+#[test]
+fn eviction_beside_processes_that_use_the_cache_removes_nothing_that_is_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("cache");
+    let time = "1500";
+    let mut users: Vec<_> = (0..3).map(|_| child("uses", &root, &[time])).collect();
+    let mut pruner = child("prunes", &root, &[time]);
+    let rounds: Vec<u32> = users.iter_mut().map(|user| said(user, "rounds ")).collect();
+    let removed = said(&mut pruner, "removed ");
+    assert!(users.iter_mut().chain([&mut pruner]).all(|one| one.wait().unwrap().success()));
+    assert!(removed > 0 && rounds.iter().all(|rounds| *rounds > 0), "{rounds:?} {removed}");
+    println!("{rounds:?} rounds, {removed} removed");
+}
+
+#[test]
+fn processes_that_start_at_once_make_one_cache() {
+    for _round in 0..5 {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().join("cache");
+        let children: Vec<_> = (0..8).map(|_| child("uses", &root, &["1"])).collect();
+        for child in children {
+            let done = child.wait_with_output().unwrap();
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
+        }
+        CacheFolder::open(&settings(&root)).unwrap().entries().unwrap();
+    }
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_an_error_and_no_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut limited = child("is_limited", &folder.path().join("cache"), &[]);
+    said(&mut limited, "alive ");
+    assert!(limited.wait().unwrap().success());
+}

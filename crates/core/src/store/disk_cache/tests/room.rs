@@ -1,0 +1,115 @@
+//! Eviction and `prune`.
+
+use super::*;
+use std::fs::{File, FileTimes};
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, SystemTime};
+
+/// An entry of so many blocks that was used so many minutes ago.
+fn used(cache: &CacheFolder, name: &str, blocks: u64, minutes: u64) {
+    let entry = cache.find_or_make(&key(name), "v", blocks * BLOCK).unwrap();
+    fill(&entry);
+    entry.sync().unwrap();
+    cache.note(&key(name), "v", blocks * BLOCK).unwrap();
+    let map = map_of(&entry);
+    drop(entry);
+    let then = SystemTime::now() - Duration::from_secs(60 * minutes);
+    File::options().write(true).open(map).unwrap().set_times(FileTimes::new().set_modified(then)).unwrap();
+}
+
+fn names(cache: &CacheFolder) -> Vec<String> {
+    let name = |info: EntryInfo| info.address.trim_start_matches("s3://bucket/").to_owned();
+    cache.entries().unwrap().into_iter().map(name).collect()
+}
+
+fn limited(cache: &CacheFolder, size: Option<u64>, free: Option<u64>) -> Arc<CacheFolder> {
+    CacheFolder::open(&DiskCacheSettings { size, free, ..settings(cache.path()) }).unwrap()
+}
+
+#[test]
+fn the_entries_that_were_used_least_recently_make_room() {
+    let (_folder, cache) = cache();
+    for (name, minutes) in [("b", 30), ("a", 40), ("d", 10), ("c", 20)] {
+        used(&cache, name, 2, minutes);
+    }
+    assert_eq!(names(&cache), ["a", "b", "c", "d"]);
+    // Opening one for a load is a use; a list of all is none.
+    drop(cache.find(&key("a"), "v", 2 * BLOCK).unwrap().unwrap());
+    assert_eq!(names(&cache), ["b", "c", "d", "a"]);
+    let disk: u64 = cache.entries().unwrap().iter().map(|info| info.disk).sum();
+    let limited = limited(&cache, Some(disk), Some(0));
+    assert!(limited.make_room(1).unwrap());
+    assert_eq!(names(&cache), ["c", "d", "a"]);
+    assert_eq!(limited.known(&key("c")).unwrap(), Some(("v".to_owned(), 2 * BLOCK)));
+    assert!(limited.make_room(2 * BLOCK).unwrap());
+    assert_eq!(names(&cache), ["c", "d", "a"], "there is room for one");
+    assert!(limited.make_room(5 * BLOCK).unwrap());
+    assert_eq!(names(&cache), ["a"]);
+    assert!(!limited.make_room(disk + 1).unwrap());
+    assert_eq!(names(&cache), ["a"], "nothing is evicted for what cannot fit");
+}
+
+#[test]
+fn what_is_open_stays() {
+    let (_folder, cache) = cache();
+    used(&cache, "open", 2, 90);
+    used(&cache, "closed", 2, 10);
+    let limited = limited(&cache, Some(4 * BLOCK), Some(0));
+    let entry = cache.find(&key("open"), "v", 2 * BLOCK).unwrap().unwrap();
+    assert!(!limited.make_room(4 * BLOCK).unwrap());
+    assert_eq!((names(&cache), check(&entry)), (vec!["open".to_owned()], 2));
+    assert!(cache.entries().unwrap()[0].open);
+    let pruned = cache.prune(&Prune::All, false).unwrap();
+    assert_eq!((pruned.open.len(), pruned.gone, pruned.kept), (1, Vec::new(), Vec::new()));
+    drop(entry);
+    assert!(!cache.entries().unwrap()[0].open);
+    assert!(limited.make_room(4 * BLOCK).unwrap());
+    assert_eq!(files(&cache.path().join("objects")), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn bytes_of_the_file_system_stay_free() {
+    let (_folder, cache) = cache();
+    used(&cache, "one", 2, 90);
+    let all = limited(&cache, None, Some(u64::MAX));
+    assert!(!all.make_room(0).unwrap());
+    assert!(names(&cache).is_empty(), "what is evicted is not enough");
+    assert!(limited(&cache, None, Some(0)).make_room(BLOCK).unwrap());
+}
+
+#[test]
+fn prune_removes_what_it_is_told() {
+    let (_folder, cache) = cache();
+    for (name, blocks, minutes) in [("x/a", 3, 90), ("x/b", 2, 60), ("y/c", 1, 30), ("y/d", 1, 10)] {
+        used(&cache, name, blocks, minutes);
+    }
+    cache.note_list(&key("x"), &["a".to_owned()]).unwrap();
+    let infos = cache.entries().unwrap();
+    assert!(infos.iter().all(|info| info.there == info.size && info.disk >= info.size && !info.open));
+    assert!(infos.iter().all(|info| info.path.metadata().unwrap().blocks() * 512 == info.disk));
+    assert!(infos.iter().all(|info| info.path.file_name().unwrap().to_str().unwrap() == format!("{}.data", info.id)));
+    assert_eq!(cache.prune(&Prune::OlderThan(Duration::from_secs(75 * 60)), false).unwrap().gone.len(), 1);
+    assert_eq!(names(&cache), ["x/b", "y/c", "y/d"]);
+    assert_eq!(cache.known(&key("x/a")).unwrap(), None, "its version goes with it");
+    assert_eq!(cache.prune(&Prune::Prefix("s3://bucket/y/c".to_owned()), false).unwrap().gone.len(), 1);
+    let pruned = cache.prune(&Prune::ToSize(infos[3].disk), false).unwrap();
+    assert_eq!((&pruned.gone[..], &pruned.kept[..]), (&infos[1..2], &infos[3..]));
+    assert_eq!(names(&cache), ["y/d"]);
+    assert!(cache.list(&key("x")).unwrap().is_some() && cache.known(&key("y/d")).unwrap().is_some());
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
+    assert_eq!(files(cache.path()).len(), 1, "the marker");
+}
+
+#[test]
+fn files_of_others_in_the_cache_are_no_obstacle() {
+    let (_folder, cache) = cache();
+    used(&cache, "model", 1, 5);
+    let objects = cache.path().join("objects");
+    std::fs::write(objects.join("note"), b"text").unwrap();
+    std::fs::write(objects.join("zz"), b"text").unwrap();
+    std::fs::create_dir(objects.join("qq")).unwrap();
+    std::fs::write(objects.join("qq/readme.map"), b"text").unwrap();
+    std::fs::create_dir(cache.path().join("names/readme")).unwrap();
+    assert_eq!(names(&cache), ["model"]);
+    assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
+}
