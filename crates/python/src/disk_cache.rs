@@ -12,6 +12,9 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::{Instant, UNIX_EPOCH};
 
+/// How many bytes of an entry were compared, and the ranges of its bad blocks.
+type Compared = (u64, Vec<(u64, u64)>);
+
 /// The work of the disk cache for a load: a report's `disk_cache`. It goes on after the load.
 ///
 /// - state: "running" while something is left to be written, synced or fetched again, otherwise "finished".
@@ -236,7 +239,7 @@ impl CacheFolder {
         first: u32,
         past: u32,
         forget: bool,
-    ) -> Answer<'py, Option<(u64, Vec<(u64, u64)>)>> {
+    ) -> Answer<'py, Option<Compared>> {
         answer(py, || {
             let found = detached(py, || self.0.verify(id, first..past, forget))?;
             Ok(found.map(|(bytes, bad)| (bytes, bad.iter().map(|range| (range.start, range.end)).collect::<Vec<_>>())))
