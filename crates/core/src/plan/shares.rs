@@ -255,7 +255,7 @@ impl Shares {
                 let reader = audience.iter().copied().min_by_key(|&rank| (to_read[rank as usize], rank)).unwrap_or(0);
                 to_read[reader as usize] += end - at;
                 while at < end {
-                    let past = (at / PARCEL * PARCEL + PARCEL).min(end);
+                    let past = (at / PAGE * PAGE + PARCEL).min(end);
                     let Cell { file, audience, .. } = *cell;
                     self.parcels.push(Parcel { file, start: at, end: past, reader, audience });
                     at = past;

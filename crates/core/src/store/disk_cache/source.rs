@@ -1,15 +1,15 @@
 //! The source of objects that the disk cache has in part or not at all: it asks the server for whole blocks, hands them to the
 //! reads and to the writer, and reads the blocks that are there.
 //!
-//! The decisions are in [`flow`](super::flow). Reads that lie in no single block, and objects that are not cached, go to the
-//! server's source as they are.
+//! The decisions are in [`flow`](super::flow). A read that lies in two blocks (a parcel of ranks) is two reads there, whose bytes
+//! are put together in memory of its own. Longer reads, and objects that are not cached, go to the server's source as they are.
 
 use super::crew::{BlockBytes, BlockMemory, CachedFile, Crew, CrewLoad, InWriter, Told};
 use super::flow::{BlockId, CacheFlow, Carrier, Claimed};
 use super::look::Looker;
 use super::progress::{CacheProgress, Pending};
 use super::{BlockState, BLOCK};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;
 use crate::source::{epoll, watch, Destination, Done, Progress, Read, Source, Touches};
@@ -30,6 +30,9 @@ const MOST_BUFFERS: usize = 64;
 const LOOK: Duration = Duration::from_millis(10);
 /// Tickets of blocks have this bit.
 const OF_BLOCK: u64 = 1 << 63;
+/// Tickets of the two parts of a read have this bit; that of the second part has the next one too.
+const OF_PART: u64 = 1 << 61;
+const SECOND: u64 = 1 << 60;
 
 /// The objects of a load, by the number of their file; `None`: the object is not cached.
 pub(super) type CachedFiles = Vec<Option<Arc<CachedFile>>>;
@@ -96,6 +99,16 @@ pub(super) enum OfDropped {
     Forgotten,
 }
 
+/// A read that lies in two blocks.
+struct InTwo {
+    read: Read,
+    /// Its bytes: the parts that have come.
+    bytes: Vec<u8>,
+    /// Parts that have not come.
+    left: u8,
+    lane: Lane,
+}
+
 /// What the flow needs done, done.
 struct Hands {
     inner: Box<dyn Source>,
@@ -110,6 +123,9 @@ struct Hands {
     writing: Arc<AtomicUsize>,
     inbox: Arc<Inbox>,
     reads: HashMap<Ticket, Read>,
+    in_two: HashMap<Ticket, InTwo>,
+    /// Reads in two blocks that are complete and have no place yet. They count as blocks in memory.
+    unplaced: usize,
     /// Memory of blocks that the writer has, or had.
     in_writer: HashMap<BlockId, Weak<BlockMemory>>,
     /// The lanes of blocks that came by another one than the server's.
@@ -156,6 +172,8 @@ impl CacheSource {
             writing: Arc::default(),
             inbox,
             reads: HashMap::new(),
+            in_two: HashMap::new(),
+            unplaced: 0,
             in_writer: HashMap::new(),
             lanes: HashMap::new(),
             unsent: VecDeque::new(),
@@ -184,11 +202,12 @@ impl CacheSource {
         self.began.elapsed()
     }
 
-    /// The block of a read that goes through the flow.
-    fn block_of(&self, read: &Read) -> Option<BlockId> {
+    /// The first and the last block of a read that goes through the flow.
+    fn blocks_of(&self, read: &Read) -> Option<(BlockId, BlockId)> {
         self.hands.files.get(read.file as usize)?.as_ref()?;
         let (first, last) = (read.offset / BLOCK, (read.offset + read.need.max(1) - 1) / BLOCK);
-        (first == last).then_some(BlockId { file: read.file, block: first as u32 })
+        let id = |block: u64| BlockId { file: read.file, block: block as u32 };
+        (last - first < 2).then_some((id(first), id(last)))
     }
 
     /// What the server's source has told.
@@ -200,7 +219,10 @@ impl CacheSource {
                 None => hands.done.push(Progress::Arrived(ticket)),
             },
             Progress::Received(ticket) => match block_of(ticket) {
-                Some(block) => hands.done.extend(flow.reads_of(block).map(Progress::Received)),
+                Some(block) => {
+                    let of = |read: Ticket| Progress::Received(Ticket(read.0 & !(OF_PART | SECOND)));
+                    hands.done.extend(flow.reads_of(block).map(of));
+                }
                 None => hands.done.push(Progress::Received(ticket)),
             },
             Progress::Done(done) => match block_of(done.ticket) {
@@ -270,6 +292,24 @@ fn block_of(ticket: Ticket) -> Option<BlockId> {
     (ticket.0 & OF_BLOCK != 0).then_some(BlockId { file: (number >> 32) as u32, block: number as u32 })
 }
 
+/// Copies bytes to their places.
+fn put(bytes: &[u8], into: &Destination) {
+    let mut left = bytes;
+    let mut one = |to: *mut u8, len: usize| {
+        let (part, rest) = left.split_at(len.min(left.len()));
+        left = rest;
+        if !to.is_null() {
+            // SAFETY: the read's `keep` keeps its places, for as many bytes as they say.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
+        }
+    };
+    match into {
+        Destination::Memory(to) => one(*to, bytes.len()),
+        Destination::Scatter(places) => places.iter().for_each(|(to, len)| one(*to, *len)),
+        _ => {}
+    }
+}
+
 impl Hands {
     fn file(&self, block: BlockId) -> Option<&Arc<CachedFile>> {
         self.files.get(block.file as usize)?.as_ref()
@@ -301,6 +341,53 @@ impl Hands {
             if self.inner.submit(read).is_err() {
                 return self.unsent.push_front(block);
             }
+        }
+    }
+
+    /// The lane by which a block came that is in this memory.
+    fn lane_of(&self, block: BlockId, buffer: &BlockMemory) -> Lane {
+        match buffer.is_from_disk() {
+            true => Lane::DISK_CACHE,
+            false => self.lanes.get(&block).copied().unwrap_or(Lane::NETWORK),
+        }
+    }
+
+    /// Copies a part of a read in two blocks. With the second one it is complete.
+    fn copy_part(&mut self, part: Ticket, buffer: &BlockMemory) {
+        let read = Ticket(part.0 & !(OF_PART | SECOND));
+        let Some(InTwo { read: Read { file, offset, len, .. }, .. }) = self.in_two.get(&read) else { return };
+        let at = (offset % BLOCK) as usize;
+        let (first, len) = (BLOCK as usize - at, *len as usize);
+        let (from, to) =
+            if part.0 & SECOND == 0 { (at..BLOCK as usize, 0..first) } else { (0..len - first, first..len) };
+        let block = BlockId { file: *file, block: (*offset / BLOCK) as u32 + u32::from(part.0 & SECOND != 0) };
+        let lane = self.lane_of(block, buffer);
+        let Some(in_two) = self.in_two.get_mut(&read) else { return };
+        // SAFETY: the block is complete, and nobody writes to it.
+        in_two.bytes[to].copy_from_slice(unsafe { &buffer.bytes(from.end)[from] });
+        (in_two.left, in_two.lane) = (in_two.left - 1, lane);
+        if in_two.left > 0 {
+            return;
+        }
+        if matches!(in_two.read.into, Destination::OnArrival) {
+            self.unplaced += 1;
+            return self.done.push(Progress::Arrived(read));
+        }
+        self.place(read);
+    }
+
+    /// Copies a complete read to its place.
+    fn place(&mut self, read: Ticket) {
+        if let Some(InTwo { read: Read { into, need, .. }, bytes, lane, .. }) = self.in_two.remove(&read) {
+            put(&bytes, &into);
+            let got = (bytes.len() as u64).max(need);
+            self.end(read, Ok(got), lane, got);
+        }
+    }
+
+    fn fail_in_two(&mut self, read: Ticket, error: Error) {
+        if let Some(in_two) = self.in_two.remove(&read) {
+            self.end(read, Err(error), in_two.read.lane, 0);
         }
     }
 
@@ -348,7 +435,7 @@ impl Carrier for Hands {
     }
 
     fn buffer(&mut self) -> Option<Self::Buffer> {
-        if self.held.load(Ordering::Relaxed) >= self.most_buffers {
+        if self.held.load(Ordering::Relaxed) + self.unplaced >= self.most_buffers {
             return None;
         }
         let lease = self.share.try_acquire().ok()??;
@@ -394,28 +481,17 @@ impl Carrier for Hands {
     }
 
     fn copy(&mut self, read: Ticket, buffer: &Self::Buffer) {
+        if read.0 & OF_PART != 0 {
+            return self.copy_part(read, buffer);
+        }
         let Some(Read { file, offset, len, need, into, .. }) = self.reads.get(&read) else { return };
         let at = (offset % BLOCK) as usize;
         let len = (*len as usize).min(BLOCK as usize - at);
         // SAFETY: the block is complete, and nobody writes to it.
         let bytes = unsafe { &buffer.bytes(at + len)[at..] };
-        let mut left = bytes;
-        let mut put = |to: *mut u8, len: usize| {
-            let (part, rest) = left.split_at(len.min(left.len()));
-            left = rest;
-            if !to.is_null() {
-                // SAFETY: the read's `keep` keeps its places, for as many bytes as they say.
-                unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), to, part.len()) };
-            }
-        };
-        match into {
-            Destination::Memory(to) => put(*to, len),
-            Destination::Scatter(places) => places.iter().for_each(|(to, len)| put(*to, *len)),
-            _ => {}
-        }
+        put(bytes, into);
         let block = BlockId { file: *file, block: (*offset / BLOCK) as u32 };
-        let came = || self.lanes.get(&block).copied().unwrap_or(Lane::NETWORK);
-        let lane = if buffer.is_from_disk() { Lane::DISK_CACHE } else { came() };
+        let lane = self.lane_of(block, buffer);
         let got = (len as u64).max(*need);
         self.end(read, Ok(got), lane, got);
     }
@@ -425,6 +501,11 @@ impl Carrier for Hands {
     }
 
     fn fail(&mut self, read: Ticket, error: Error) {
+        if read.0 & OF_PART != 0 {
+            let read = Ticket(read.0 & !(OF_PART | SECOND));
+            // The other part may have failed before.
+            return self.fail_in_two(read, error);
+        }
         let Some(Read { lane, .. }) = self.reads.get(&read) else { return };
         let lane = *lane;
         self.end(read, Err(error), lane, 0);
@@ -433,17 +514,25 @@ impl Carrier for Hands {
 
 impl Source for CacheSource {
     fn submit(&mut self, read: Read) -> Result<(), Read> {
-        let Some(block) = self.block_of(&read) else {
+        let Some((block, last)) = self.blocks_of(&read) else {
             let read = Read { lane: Lane::NETWORK, ..read };
             self.hands.inner.submit(read)?;
             self.hands.passed += 1;
             return Ok(());
         };
         let (ticket, has_place) = (read.ticket, !matches!(read.into, Destination::OnArrival));
-        self.hands.reads.insert(ticket, read);
         self.is_new = true;
         let now = self.now();
-        self.flow.submit(now, ticket, block, has_place, &mut self.hands);
+        if block == last {
+            self.hands.reads.insert(ticket, read);
+            self.flow.submit(now, ticket, block, has_place, &mut self.hands);
+            return Ok(());
+        }
+        let in_two = InTwo { bytes: vec![0; read.len as usize], read, left: 2, lane: Lane::NETWORK };
+        self.hands.in_two.insert(ticket, in_two);
+        for (part, block) in [(OF_PART, block), (OF_PART | SECOND, last)] {
+            self.flow.submit(now, Ticket(ticket.0 | part), block, true, &mut self.hands);
+        }
         Ok(())
     }
 
@@ -473,6 +562,14 @@ impl Source for CacheSource {
     }
 
     fn land(&mut self, ticket: Ticket, into: Destination, keep: Arc<dyn Any + Send + Sync>) -> Result<()> {
+        if let Some(in_two) = self.hands.in_two.get_mut(&ticket) {
+            (in_two.read.into, in_two.read.keep) = (into, keep);
+            self.hands.unplaced -= 1;
+            self.hands.place(ticket);
+            self.flow.give_buffers(&mut self.hands);
+            self.hands.inbox.wake.notify();
+            return Ok(());
+        }
         if !self.hands.reads.contains_key(&ticket) {
             return self.hands.inner.land(ticket, into, keep);
         }
@@ -491,6 +588,11 @@ impl Source for CacheSource {
         self.hands.done.retain(|event| matches!(event, Progress::Done(_)));
         self.hands.unsent.clear();
         self.flow.cancel(&mut self.hands);
+        // Complete ones without a place are in no block any more.
+        for ticket in self.hands.in_two.keys().copied().collect::<Vec<_>>() {
+            let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read");
+            self.hands.fail_in_two(ticket, error);
+        }
         self.looker.look_at(std::iter::empty());
         self.hands.inner.cancel();
         self.hands.inbox.wake.notify();
@@ -502,7 +604,7 @@ impl Source for CacheSource {
 
     fn in_flight(&self) -> usize {
         let ended = self.hands.done.iter().filter(|event| matches!(event, Progress::Done(_))).count();
-        self.hands.reads.len() + self.hands.passed + ended
+        self.hands.reads.len() + self.hands.in_two.len() + self.hands.passed + ended
     }
 
     fn wait_for(&mut self, fence: Fence) -> Result<()> {

@@ -86,7 +86,7 @@ fn files_that_are_not_whole_are_made_anew_unless_they_are_open() {
         if !matches!(harm, "a leftover" | "no map") {
             assert!(find().is_none(), "{harm}");
             let refused = cache.find_or_make(&key("model"), "v", 3 * BLOCK).unwrap_err();
-            assert!(refused.to_string().contains("has them open"), "{harm}: {refused}");
+            assert!(refused.to_string().contains("has it open"), "{harm}: {refused}");
         }
         drop(entry);
         assert_eq!(find().is_some(), harm == "a leftover", "{harm}");

@@ -121,7 +121,7 @@ fn blocks_are_compared_by_the_name_of_their_entry_and_a_dry_prune_removes_nothin
     used(&cache, "model", 3, 5);
     let [info] = &cache.entries().unwrap()[..] else { panic!("one entry") };
     std::fs::OpenOptions::new().write(true).open(&info.path).unwrap().write_all_at(b"?", BLOCK + 5).unwrap();
-    let bad = vec![BLOCK..2 * BLOCK];
+    let bad: Vec<_> = std::iter::once(BLOCK..2 * BLOCK).collect();
     assert_eq!(cache.verify(&info.id, 0..9, false).unwrap(), Some((3 * BLOCK, bad.clone())));
     assert_eq!(cache.verify(&info.id, 1..3, true).unwrap(), Some((2 * BLOCK, bad)));
     assert_eq!(cache.verify(&info.id, 0..3, true).unwrap(), Some((2 * BLOCK, vec![])));
