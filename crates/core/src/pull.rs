@@ -19,6 +19,7 @@ use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
 use crate::threads::guarded;
 use crate::wake::Wake;
 use crate::way::Routing;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -407,12 +408,14 @@ impl<'p> Copying<'p> {
     /// The file that an object goes to, made when its first block is there.
     fn target(&mut self, file: u32) -> Result<&mut Target> {
         let PullObject { object, into, .. } = &self.wanted[file as usize];
-        if !self.targets.contains_key(&file) {
-            let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
-            let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;
-            self.targets.insert(file, Target { output, next: 0, early: BTreeMap::new() });
+        match self.targets.entry(file) {
+            Entry::Occupied(known) => Ok(known.into_mut()),
+            Entry::Vacant(new) => {
+                let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
+                let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;
+                Ok(new.insert(Target { output, next: 0, early: BTreeMap::new() }))
+            }
         }
-        self.targets.get_mut(&file).ok_or_else(|| Error::new(ErrorKind::Internal, "a file is gone; please report this"))
     }
 
     /// Gives a file that is complete its name.

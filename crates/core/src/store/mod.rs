@@ -41,8 +41,8 @@ pub(crate) use ahead::{Ahead, FileRange};
 pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use disk_cache::stop_cache_work;
 pub use disk_cache::{
-    is_disk_cache, leave_to_parent, CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo, GivenObject,
-    Prune, Pruned,
+    is_disk_cache, leave_to_parent, CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo,
+    GivenObject, Prune, Pruned,
 };
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};

@@ -2,7 +2,7 @@
 
 use super::*;
 use std::fs::{File, FileTimes};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::time::{Duration, SystemTime};
 
 /// An entry of so many blocks that was used so many minutes ago.
@@ -75,6 +75,27 @@ fn bytes_of_the_file_system_stay_free() {
     assert!(!all.make_room(0).unwrap());
     assert!(names(&cache).is_empty(), "what is evicted is not enough");
     assert!(limited(&cache, None, Some(0)).make_room(BLOCK).unwrap());
+}
+
+#[test]
+fn verify_compares_the_bytes_on_the_disk_and_records_no_use() {
+    let (_folder, cache) = cache();
+    used(&cache, "one", 3, 90);
+    let [info] = &cache.entries().unwrap()[..] else { panic!("one entry") };
+    let compared = |blocks, forget| cache.verify(&info.id, blocks, forget).unwrap().unwrap();
+    assert_eq!(compared(0..9, true), (3 * BLOCK, vec![]));
+    let file = File::options().read(true).write(true).open(&info.path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, BLOCK + 5).unwrap();
+    file.write_all_at(&[!byte[0]], BLOCK + 5).unwrap();
+    let bad = vec![BLOCK..2 * BLOCK];
+    assert_eq!(compared(0..9, false), (3 * BLOCK, bad.clone()));
+    assert_eq!(cache.entries().unwrap()[..], [info.clone()], "nothing has changed");
+    assert_eq!(compared(1..3, true), (2 * BLOCK, bad));
+    assert_eq!(compared(0..3, true), (2 * BLOCK, vec![]), "it is missing now");
+    assert_eq!(cache.verify("../x", 0..3, true).unwrap(), None);
+    let pruned = cache.prune(&Prune::All, true).unwrap();
+    assert_eq!((pruned.gone.len(), names(&cache).len()), (1, 1), "it only would go");
 }
 
 #[test]
