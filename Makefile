@@ -20,6 +20,8 @@ TRANSFORMERS_4_VENV := $(CURDIR)/.transformers-4/venv
 RAY_VENV := $(CURDIR)/.ray/venv
 RUN := $(VENV)/bin/python
 TARGET := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+# What is there before the extension: .ci/run wants the libraries, which nothing may install beside it.
+FIRST :=
 
 TOOLS := "maturin>=1.9,<2" "ruff>=0.12" "mypy>=1.16" "pytest>=8" pytest-timeout "pytest-xdist>=3.6" "hypothesis>=6" \
 	"hatchling>=1.27" numpy "safetensors>=0.6" tqdm "plotly>=6" "rich>=13" "argcomplete>=3"
@@ -43,7 +45,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache netbench peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache netbench peers wheel versions aarch64 deny clean
 .PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
 
 help:
@@ -90,7 +92,7 @@ libraries: environment
 	@$(PYTHON) tools/environment.py $(VENV) --torch --bare $(MODEL) $(LIBRARIES) $(TOOLS)
 
 # The extension is told no commit here: it would be linked again after each.
-develop: environment
+develop: environment $(FIRST)
 	VIRTUAL_ENV=$(VENV) $(VENV)/bin/maturin develop --release --quiet
 	@$(RUN) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation ./patch
 
@@ -101,15 +103,16 @@ test: test-rust test-python
 
 # Rust tests that observe page cache, time or threads: alone, after the others, and tried again where others disturb them.
 OBSERVING := ceilings device_gpu load_gpu load_pipeline load_threads load_throttled save source
+RUST_TESTED := --workspace --exclude penstock-python
 test-rust: environment
-	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) --workspace --exclude penstock-python
+	$(RUN) tools/rust_tests.py $(addprefix --observing ,$(OBSERVING)) $(RUST_TESTED)
 
 # Processes that run tests which compute. Many of them wait for others, so there are more than processors. Not many more: each
 # imports torch and collects all tests, which takes 10 s of a processor. Tests that observe the machine run alone, before them.
 # Compiled modules are kept where the environment says no too: each process would compile all tests again, which takes twice
 # as long as the rest of what it imports.
 WORKERS ?= $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 3 ? 3 : n > 8 ? 8 : n)))
-PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_EXAMPLE=$(TARGET)/release/examples/load \
+PYTEST = env -u PYTHONDONTWRITEBYTECODE PENSTOCK_TEST_FAKEGPU=$(TARGET)/debug/libfakegpu.so PENSTOCK_TEST_LOAD=$(TARGET)/release/load \
 	PENSTOCK_TEST_NETBENCH=$(TARGET)/release \
 	$(RUN) -m pytest --durations=20
 
@@ -119,15 +122,23 @@ export PENSTOCK_TEST_PRESSURE := $(shell for r in cpu io memory; do \
 	sed -n "s/^some .*avg60=\([^ ]*\).*/$$r=\1/p" /proc/pressure/$$r 2>/dev/null; done)
 endif
 
-test-python: develop libraries
-	cargo build -p fakegpu
-	cargo build --release -p penstock-core --example load
-	cargo build --release -p netbench
+test-python: develop libraries programs
 	$(RUN) -m compileall -q python/penstock
 	failed=0; \
 	$(PYTEST) -m machine || failed=1; \
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not machine" || failed=1; \
 	exit $$failed
+
+# The extension is named, and not built: with it the dependencies have the features that it wants of them, so that they and the
+# core are those that `develop` has compiled.
+programs: environment
+	cargo build --release -p penstock-python -p netbench -p load --bin netbench --bin load
+	cargo build -p fakegpu
+
+# All that tests run. Cargo has a lock for each profile: what is for Rust's tests is built beside the extension.
+built: rust-programs develop programs
+rust-programs: environment
+	cargo test --no-run $(RUST_TESTED)
 
 # Every combination of parameters: tests/pairwise.py chooses some for `make test`.
 test-whole:
@@ -320,8 +331,8 @@ tsan:
 	$(TSAN) test -Zbuild-std --target $(HOST) -p penstock-core --lib --tests -- $(patsubst %,--skip %,$(UNFENCED) $(SLOWED))
 
 valgrind:
-	cargo build -p penstock-core --example load
-	$(PYTHON) tools/valgrind.py $(TARGET)/debug/examples/load
+	cargo build -p load
+	$(PYTHON) tools/valgrind.py $(TARGET)/debug/load
 
 # The parts that make no system call. Property tests and time limits are left to `make test`: miri is 100 x slower and more.
 MIRI = CARGO_TARGET_DIR=$(TARGET)/miri MIRIFLAGS=-Zmiri-disable-isolation cargo +$(NIGHTLY) miri test -p penstock-core

@@ -26,8 +26,8 @@ from ordeal import load_factor
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Layout, Tensor
 
-#: The example `load` of the core, built in release.
-EXAMPLE = os.environ.get("PENSTOCK_TEST_EXAMPLE")
+#: The program of crates/load, optimised.
+LOAD = os.environ.get("PENSTOCK_TEST_LOAD")
 
 STRACE, VALGRIND = shutil.which("strace"), shutil.which("valgrind")
 
@@ -434,9 +434,9 @@ def instructions(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., floa
 def test_instructions_per_tensor(
     instructions: Callable[..., float], step: str, arguments: tuple[str, ...], most: float, why: str
 ) -> None:
-    if EXAMPLE is None:
-        pytest.skip("PENSTOCK_TEST_EXAMPLE names no example: cargo build --release -p penstock-core --example load")
-    hold(Bound(f"{step}: instructions per tensor", instructions(EXAMPLE, *arguments), most, why))
+    if LOAD is None:
+        pytest.skip("PENSTOCK_TEST_LOAD names no program: cargo build --release -p load")
+    hold(Bound(f"{step}: instructions per tensor", instructions(LOAD, *arguments), most, why))
 
 
 #: Opens and loads a checkpoint with as little Python around it as there can be.

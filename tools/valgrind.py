@@ -1,7 +1,7 @@
-"""Runs the example `load` under valgrind memcheck, once for each way that bytes can travel: `make valgrind`.
+"""Runs `load` (crates/load) under valgrind memcheck, once for each way that bytes can travel: `make valgrind`.
 
-The checkpoint is made here: a few hundred tensors of odd sizes, scalars and empty ones among them. The example compares
-every byte that it has loaded with a plain read; valgrind adds that nothing reads or writes outside its memory, that
+The checkpoint is made here: a few hundred tensors of odd sizes, scalars and empty ones among them. `load` compares
+every byte with a plain read; valgrind adds that nothing reads or writes outside its memory, that
 nothing uninitialised decides anything, and that nothing is lost.
 """
 

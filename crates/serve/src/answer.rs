@@ -121,13 +121,13 @@ fn head(status: u16, keeps: bool, length: Option<u64>, fields: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::{parse, Parsed};
+    use crate::request::parse;
 
     const OBJECT: ObjectFacts = ObjectFacts { size: 100, etag: "\"v\"", modified: Some(784111777) };
 
     fn asked(method: &str, fields: &str) -> Request {
         let text = format!("{method} /a HTTP/1.1\r\nHost: a\r\n{fields}\r\n");
-        let Parsed::Head(Ok(request), _) = parse(text.as_bytes(), 0) else { panic!("{text}") };
+        let Some((Ok(request), _)) = parse(text.as_bytes(), 0) else { panic!("{text}") };
         request
     }
 

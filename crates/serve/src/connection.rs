@@ -3,7 +3,7 @@
 use crate::answer::{self, ObjectFacts};
 use crate::log;
 use crate::metrics::{add, Metrics};
-use crate::request::{self, Parsed, Refusal, Request, Target, LONGEST_HEAD};
+use crate::request::{self, Refusal, Request, Target, LONGEST_HEAD};
 use crate::served::{Found, Object, Served};
 use crate::settings::Settings;
 use crate::token::Token;
@@ -136,13 +136,11 @@ impl Connection {
 
     fn read(&mut self, shared: &Shared) -> io::Result<Option<Step>> {
         loop {
-            match request::parse(&self.input, self.seen) {
-                Parsed::Partial => self.seen = self.input.len(),
-                Parsed::Head(found, length) => {
-                    self.begin(found, length, shared);
-                    return Ok(None);
-                }
+            if let Some((found, length)) = request::parse(&self.input, self.seen) {
+                self.begin(found, length, shared);
+                return Ok(None);
             }
+            self.seen = self.input.len();
             let filled = self.input.len();
             self.input.resize(LONGEST_HEAD, 0);
             let received = self.wire.receive(&mut self.input[filled..]);

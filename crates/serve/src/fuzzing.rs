@@ -1,7 +1,7 @@
 //! The pure parts of the server, for `fuzz/`.
 
 use crate::answer::{of_object, ObjectFacts};
-use crate::request::{parse, Method, Parsed, Target, LONGEST_HEAD};
+use crate::request::{parse, Method, Target, LONGEST_HEAD};
 
 /// Reads `input` as requests to an object of `size` bytes, of which the first `there` are there, and checks each answer.
 ///
@@ -10,10 +10,7 @@ use crate::request::{parse, Method, Parsed, Target, LONGEST_HEAD};
 pub fn check(mut input: &[u8], size: u64, there: u64) {
     let there = there.min(size);
     loop {
-        let (found, length) = match parse(input, 0) {
-            Parsed::Partial => return assert!(input.len() < LONGEST_HEAD),
-            Parsed::Head(found, length) => (found, length),
-        };
+        let Some((found, length)) = parse(input, 0) else { return assert!(input.len() < LONGEST_HEAD) };
         assert!(0 < length && length <= input.len());
         let Ok(request) = found else { return };
         input = &input[length..];

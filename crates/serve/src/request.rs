@@ -50,25 +50,17 @@ pub(crate) struct Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Refusal(pub(crate) u16, pub(crate) &'static str);
 
-/// The beginning of the bytes that a client sent.
-#[derive(Debug)]
-pub(crate) enum Parsed {
-    /// More bytes are needed.
-    Partial,
-    /// A request, or the refusal of one, and the length of its head. After a refusal nothing else can be read.
-    Head(Result<Request, Refusal>, usize),
-}
-
-/// Reads the first request of `input`. Bytes before `seen` are known to end no head.
-pub(crate) fn parse(input: &[u8], seen: usize) -> Parsed {
+/// Reads the first request of `input`: a request or a refusal, and the length of its head; `None` if more bytes are needed.
+/// After a refusal nothing else can be read. Bytes before `seen` are known to end no head.
+pub(crate) fn parse(input: &[u8], seen: usize) -> Option<(Result<Request, Refusal>, usize)> {
     // An old client may end a request with a line that nobody asked for
     let start = input.iter().take_while(|b| matches!(b, b'\r' | b'\n')).count();
     let from = start.max(seen.saturating_sub(3));
     let end = input.get(from..).and_then(|rest| rest.windows(4).position(|w| w == b"\r\n\r\n")).map(|at| from + at + 4);
     match end {
-        Some(end) if end <= LONGEST_HEAD => Parsed::Head(request(&input[start..end]), end),
-        None if input.len() < LONGEST_HEAD => Parsed::Partial,
-        _ => Parsed::Head(Err(Refusal(431, "the head of the request is too long")), input.len()),
+        Some(end) if end <= LONGEST_HEAD => Some((request(&input[start..end]), end)),
+        None if input.len() < LONGEST_HEAD => None,
+        _ => Some((Err(Refusal(431, "the head of the request is too long")), input.len())),
     }
 }
 
@@ -201,13 +193,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn of(text: &str) -> Result<Request, Refusal> {
-        match parse(text.as_bytes(), 0) {
-            Parsed::Head(found, length) => {
-                assert!(length <= text.len());
-                found
-            }
-            Parsed::Partial => panic!("{text:?} is not whole"),
-        }
+        let (found, length) = parse(text.as_bytes(), 0).expect("a whole head");
+        assert!(length <= text.len());
+        found
     }
 
     fn with(fields: &str) -> Result<Request, Refusal> {
@@ -264,8 +252,8 @@ mod tests {
     #[test]
     fn long_heads_are_refused_and_short_ones_awaited() {
         let field = |length: usize| format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "y".repeat(length));
-        assert!(matches!(parse(field(100).as_bytes(), 0), Parsed::Partial));
-        assert!(matches!(parse(b"", 0), Parsed::Partial));
+        assert!(parse(field(100).as_bytes(), 0).is_none());
+        assert!(parse(b"", 0).is_none());
         assert_eq!(status(&field(LONGEST_HEAD)), 431);
         assert_eq!(status(&(field(LONGEST_HEAD) + "\r\n\r\n")), 431);
         let many = "X: y\r\n".repeat(MOST_FIELDS + 1);
@@ -311,8 +299,8 @@ mod tests {
         #[test]
         fn a_head_is_found_however_it_is_cut(cut in 0usize..60) {
             let text = b"GET /a HTTP/1.1\r\nHost: localhost\r\nRange: bytes=0-1\r\n\r\nGET /b HTTP/1.1\r\n";
-            prop_assert!(matches!(parse(&text[..cut.min(53)], 0), Parsed::Partial));
-            let Parsed::Head(Ok(_), length) = parse(text, cut.min(53)) else { panic!("no head") };
+            prop_assert!(parse(&text[..cut.min(53)], 0).is_none());
+            let Some((Ok(_), length)) = parse(text, cut.min(53)) else { panic!("no head") };
             prop_assert_eq!(length, 54);
         }
 

@@ -1,5 +1,7 @@
 //! A server and clients that speak to it over sockets, well-behaved ones and others.
 
+#![allow(clippy::unwrap_used)]
+
 use penstock_serve::served::{Found, Object, Served};
 use penstock_serve::{Folder, Name, Server, Settings};
 use std::fs::{self, File};

@@ -250,11 +250,6 @@ impl CacheEntry {
         self.header.size
     }
 
-    /// The version of the object.
-    pub(crate) fn version(&self) -> &str {
-        &self.header.version
-    }
-
     /// Blocks of the object.
     pub(crate) fn blocks(&self) -> u32 {
         blocks(self.header.size)
@@ -479,6 +474,7 @@ impl CacheEntry {
     }
 
     /// Ends all claims.
+    #[cfg(test)]
     pub(crate) fn release_all(&self) {
         if self.process == std::process::id() {
             let mut claims = lock(&self.claims);

@@ -137,6 +137,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// Reads that have not ended.
+    #[cfg(test)]
     pub(crate) fn reads(&self) -> usize {
         self.of_read.len()
     }

@@ -186,12 +186,14 @@ impl CacheFolder {
             let stopped = format!("another process has been making it for {} s", PATIENCE.as_secs());
             Error::new(ErrorKind::Timeout, stopped).at(path())
         })?;
-        match CacheEntry::open(&folder, &id, true)? {
+        let why = match CacheEntry::open(&folder, &id, true)? {
             OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
-            _ => {}
-        }
+            OpenedEntry::Entry(_) => "it is of another object".to_owned(),
+            OpenedEntry::Leftover(why) => why,
+            OpenedEntry::Nothing => "it has no map".to_owned(),
+        };
         if !remove(&folder, &id)? {
-            return Err(refused("its files are not whole, and another process has them open").at(path()));
+            return Err(refused(&format!("{why}, and another process has it open")).at(path()));
         }
         let (address, version) = (key.shown.clone(), version.to_owned());
         CacheEntry::make(&folder, &id, &MapHeader { key: key.hash, size, address, version, made: SystemTime::now() })?;

@@ -21,6 +21,7 @@ impl CacheKey {
     }
 
     /// The address as people see it.
+    #[cfg(test)]
     pub(crate) fn shown(&self) -> &str {
         &self.shown
     }

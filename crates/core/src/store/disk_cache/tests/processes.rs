@@ -125,7 +125,7 @@ fn a_child_plays_its_role() {
             let end = Instant::now() + Duration::from_millis(words[2].parse().unwrap());
             let mut removed = 0;
             while Instant::now() < end {
-                removed += cache.prune(&Prune::All, false).unwrap().gone.len() as u64;
+                removed += cache.prune(&Prune::All, false).unwrap().gone.len();
                 cache.entries().unwrap();
                 cache.make_room(BLOCK).unwrap();
             }
@@ -153,7 +153,10 @@ fn a_child_plays_its_role() {
     played();
 }
 
+/// Until it is killed. It ends by itself where the test has failed before it could do so.
 fn wait_forever() -> ! {
+    // SAFETY: a plain system call.
+    unsafe { libc::alarm(60) };
     loop {
         // SAFETY: a plain system call.
         unsafe { libc::pause() };

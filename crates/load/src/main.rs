@@ -1,8 +1,7 @@
 //! Loads a checkpoint into CPU memory, compares every byte with a plain read of the files, and prints the report.
 //!
 //! ```text
-//! cargo run --release -p penstock-core --example load -- [--copy] [--io auto|buffered|direct|uring|threads]
-//!     [--unchecked] [--open] PATH...
+//! cargo run --release -p load -- [--copy] [--io auto|buffered|direct|uring|threads] [--unchecked] [--open] PATH...
 //! ```
 //!
 //! `PATH` is a shard file, several, a directory or an index file. `--copy` asks for private memory even if a file could
