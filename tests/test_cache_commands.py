@@ -337,7 +337,7 @@ def test_without_a_cache_its_commands_say_so(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_ls_lists_objects_sums_and_limits(run, cache, bucket, model, capsys):
+def test_ls_lists_objects_sums_and_limits(run, cache, bucket, model, capsys, monkeypatch):
     penstock.open("s3://bucket/m/").load(names=["0.0"])
     assert run("pull", f"s3://bucket/m/{NAMES[1]}")[0] == 0
     status, found = run("cache", "ls")
@@ -348,6 +348,10 @@ def test_ls_lists_objects_sums_and_limits(run, cache, bucket, model, capsys):
     assert 0 < part["there"] < part["size"]
     assert found["total"]["there"] == sum(entry["there"] for entry in found["entries"])
     assert found["limits"] == {"free": 1, "size": None} and found["writable"] and found["private"]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command_line.main(["cache", "ls"]) == 0
+    assert all(len(line) <= 80 or " " not in line for line in capsys.readouterr().out.splitlines())
+    monkeypatch.setenv("COLUMNS", "")
     assert command_line.main(["cache", "ls", "--storage", "disk_cache_size=5GB"]) == 0
     said = capsys.readouterr().out
     assert "address" in said and "100%" in said and "at most 5.00 GB in the cache" in said

@@ -260,6 +260,7 @@ class DiskCache:
 
 def leave_cache_to_parent() -> None:
     """In a forked child: the parent's part of the disk cache is the parent's alone."""
+
 class CacheFolder:
     """The folder of the disk cache that ``storage`` names: for commands.
 
