@@ -150,6 +150,9 @@ fn settings_of(py: Python<'_>, storage: Option<&Bound<'_, PyAny>>) -> PyResult<D
     stores_of(py, storage, None)?.disk_cache().ok_or_else(|| invalid("no folder of a disk cache is named"))
 }
 
+/// (bytes that were compared, the ranges of bad blocks)
+type Compared = (u64, Vec<(u64, u64)>);
+
 /// The folder of a disk cache, for commands.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct CacheFolder(Held<Arc<Core>>);
@@ -236,10 +239,10 @@ impl CacheFolder {
         first: u32,
         past: u32,
         forget: bool,
-    ) -> Answer<'py, Option<(u64, Vec<(u64, u64)>)>> {
+    ) -> Answer<'py, Option<Compared>> {
         answer(py, || {
             let found = detached(py, || self.0.verify(id, first..past, forget))?;
-            Ok(found.map(|(bytes, bad)| (bytes, bad.iter().map(|range| (range.start, range.end)).collect::<Vec<_>>())))
+            Ok(found.map(|(bytes, bad)| (bytes, bad.iter().map(|range| (range.start, range.end)).collect())))
         })
     }
 }

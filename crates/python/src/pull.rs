@@ -13,6 +13,9 @@ use std::path::PathBuf;
 /// (address, path of the file that it goes to, version and size of the file that is there)
 type Asked = (OsString, Option<PathBuf>, Option<(String, u64)>);
 
+/// (size, strong version, it was there before, it is there)
+type Found = (u64, Option<String>, bool, bool);
+
 /// Copies that a thread makes.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct Pull(Held<Core>);
@@ -58,7 +61,7 @@ impl Pull {
     }
 
     /// For each file: size, strong version or None, whether it was there before, whether it is there.
-    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<(u64, Option<String>, bool, bool)>> {
+    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<Found>> {
         answer(py, || {
             let files = self.0.status().files.into_iter();
             Ok(files.map(|file| (file.size, file.version, file.was_there, file.complete)).collect::<Vec<_>>())
