@@ -571,13 +571,16 @@ def test_a_reader_keeps_its_object_while_others_need_room(served, model, folder,
         ordeal.same(tensors, other)
         assert "no room left" in report.disk_cache.reason
         assert report.disk_cache.dropped_bytes > 0
-    found |= stream
-    ordeal.same(found, model)
-    del found, stream, tensors
-    gc.collect()
-    with serving(other.parent) as server:
-        load(opened(server, other, folder, disk_cache_size=26 * MIB))
-        assert len(files(folder, ".data")) == 1
+        found |= stream
+        ordeal.same(found, model)
+        assert len(files(folder, ".data")) == 2
+        # Nobody has it any more
+        del found, stream, tensors
+        gc.collect()
+        _, report = load(opened(server, other, folder, disk_cache_size=26 * MIB))
+        assert report.disk_cache.reason == ""
+        [left] = files(folder, ".data")
+        assert left.read_bytes() == other.read_bytes()
 
 
 # What disks do

@@ -51,7 +51,8 @@ ordeal.same(tensors, expected)
 finished = report.disk_cache.wait(60)
 cache = report.disk_cache
 said = {name: getattr(cache, name + "_bytes") for name in ("cached", "network", "written", "dropped", "fetched_again")}
-print(json.dumps(said | {"seconds": seconds, "reason": cache.reason, "finished": finished}), flush=True)
+said |= {"seconds": seconds, "reason": cache.reason, "finished": finished, "asked": report.network}
+print(json.dumps(said), flush=True)
 """
 
 

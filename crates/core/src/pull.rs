@@ -408,14 +408,12 @@ impl<'p> Copying<'p> {
     /// The file that an object goes to, made when its first block is there.
     fn target(&mut self, file: u32) -> Result<&mut Target> {
         let PullObject { object, into, .. } = &self.wanted[file as usize];
-        match self.targets.entry(file) {
-            Entry::Occupied(known) => Ok(known.into_mut()),
-            Entry::Vacant(new) => {
-                let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
-                let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;
-                Ok(new.insert(Target { output, next: 0, early: BTreeMap::new() }))
-            }
+        if let Entry::Vacant(free) = self.targets.entry(file) {
+            let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
+            let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;
+            free.insert(Target { output, next: 0, early: BTreeMap::new() });
         }
+        self.targets.get_mut(&file).ok_or_else(|| Error::new(ErrorKind::Internal, "a file is gone; please report this"))
     }
 
     /// Gives a file that is complete its name.

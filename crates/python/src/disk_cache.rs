@@ -12,6 +12,9 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::{Instant, UNIX_EPOCH};
 
+/// How many bytes of an entry were compared, and the ranges of its bad blocks.
+type Compared = (u64, Vec<(u64, u64)>);
+
 /// The work of the disk cache for a load: a report's `disk_cache`. It goes on after the load.
 ///
 /// - state: "running" while something is left to be written, synced or fetched again, otherwise "finished".
@@ -150,9 +153,6 @@ fn settings_of(py: Python<'_>, storage: Option<&Bound<'_, PyAny>>) -> PyResult<D
     stores_of(py, storage, None)?.disk_cache().ok_or_else(|| invalid("no folder of a disk cache is named"))
 }
 
-/// (bytes that were compared, the ranges of bad blocks)
-type Compared = (u64, Vec<(u64, u64)>);
-
 /// The folder of a disk cache, for commands.
 #[pyclass(frozen, module = "penstock._core")]
 pub(crate) struct CacheFolder(Held<Arc<Core>>);
@@ -242,7 +242,7 @@ impl CacheFolder {
     ) -> Answer<'py, Option<Compared>> {
         answer(py, || {
             let found = detached(py, || self.0.verify(id, first..past, forget))?;
-            Ok(found.map(|(bytes, bad)| (bytes, bad.iter().map(|range| (range.start, range.end)).collect())))
+            Ok(found.map(|(bytes, bad)| (bytes, bad.iter().map(|range| (range.start, range.end)).collect::<Vec<_>>())))
         })
     }
 }

@@ -10,11 +10,11 @@ use pyo3::prelude::*;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+/// Of a file: its size, its strong version, whether it was there before, whether it is there now.
+type PulledFile = (u64, Option<String>, bool, bool);
+
 /// (address, path of the file that it goes to, version and size of the file that is there)
 type Asked = (OsString, Option<PathBuf>, Option<(String, u64)>);
-
-/// (size, strong version, it was there before, it is there)
-type Found = (u64, Option<String>, bool, bool);
 
 /// Copies that a thread makes.
 #[pyclass(frozen, module = "penstock._core")]
@@ -61,7 +61,7 @@ impl Pull {
     }
 
     /// For each file: size, strong version or None, whether it was there before, whether it is there.
-    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<Found>> {
+    fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<PulledFile>> {
         answer(py, || {
             let files = self.0.status().files.into_iter();
             Ok(files.map(|file| (file.size, file.version, file.was_there, file.complete)).collect::<Vec<_>>())

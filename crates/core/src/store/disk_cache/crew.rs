@@ -115,12 +115,27 @@ pub(super) struct CachedFile {
     unsynced: AtomicU64,
     /// Writes in the queue.
     writes: AtomicUsize,
+    /// Sources of the load that run.
+    sources: AtomicUsize,
 }
 
 impl CachedFile {
     pub(super) fn new(folder: Arc<CacheFolder>, entry: Arc<CacheEntry>, object: Object) -> CachedFile {
-        let (room, unsynced, writes) = (AtomicU64::new(0), AtomicU64::new(0), AtomicUsize::new(0));
-        CachedFile { folder, entry, object, room, full: AtomicBool::new(false), unsynced, writes }
+        CachedFile {
+            folder,
+            entry,
+            object,
+            room: AtomicU64::new(0),
+            full: AtomicBool::new(false),
+            unsynced: AtomicU64::new(0),
+            writes: AtomicUsize::new(0),
+            sources: AtomicUsize::new(0),
+        }
+    }
+
+    /// A source of the load begins.
+    pub(super) fn load_begins(&self) {
+        self.sources.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Whether blocks of it can still be written.
@@ -315,6 +330,16 @@ impl Crew {
         self.go_on();
     }
 
+    /// A source of the load ends: what was written and not synced is synced, now or after the last write.
+    pub(super) fn load_ends(&'static self, file: &Arc<CachedFile>, progress: &Arc<CacheProgress>) {
+        let last = file.sources.fetch_sub(1, Ordering::SeqCst) == 1;
+        if last && file.unsynced.load(Ordering::SeqCst) > 0 {
+            let job = Job::Sync(file.clone(), progress.clone(), progress.pending());
+            lock(&self.jobs).others.push_back(job);
+            self.go_on();
+        }
+    }
+
     /// Asks for blocks again when no load runs.
     pub(super) fn again(
         &'static self,
@@ -413,9 +438,11 @@ impl Crew {
                 );
                 progress.has_written(len as u64, written.as_ref().err(), thread_cpu().saturating_sub(cpu));
                 drop(bytes);
-                let unsynced = file.unsynced.fetch_add(bytes_of(&written, &file, block), Ordering::Relaxed);
+                let unsynced = file.unsynced.fetch_add(bytes_of(&written, &file, block), Ordering::SeqCst);
                 let last = file.writes.fetch_sub(1, Ordering::Relaxed) == 1;
-                (last || unsynced >= SYNCED).then_some(Job::Sync(file, progress, pending))
+                // While the load brings blocks, the queue is empty after nearly each of them.
+                let is_end = last && file.sources.load(Ordering::SeqCst) == 0;
+                (is_end || unsynced >= SYNCED).then_some(Job::Sync(file, progress, pending))
             }
             Job::Sync(file, progress, _pending) => {
                 if file.unsynced.swap(0, Ordering::Relaxed) > 0 {

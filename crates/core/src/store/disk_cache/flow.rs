@@ -253,7 +253,7 @@ impl<C: Carrier> CacheFlow<C> {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let Bringing::Theirs { holder, .. } = known.stage else {
             if let (Some(holder), Claimed::There) = (known.instead_of, state) {
-                self.goes_on(now, holder);
+                self.is_alive(now, holder);
             }
             return;
         };
@@ -263,7 +263,7 @@ impl<C: Carrier> CacheFlow<C> {
             Claimed::There => {
                 known.stage = Bringing::There;
                 self.wait.push_back(block);
-                self.goes_on(now, holder);
+                self.is_alive(now, holder);
                 self.give_buffers(carrier);
             }
             Claimed::Ours | Claimed::Missing | Claimed::Unshared => {
@@ -277,17 +277,12 @@ impl<C: Carrier> CacheFlow<C> {
         }
     }
 
-    /// A holder has brought something.
-    fn goes_on(&mut self, now: Duration, holder: u32) {
+    /// The process of this holder has brought something, or claims other blocks: it is not silent, whatever this load sees of it.
+    pub(crate) fn is_alive(&mut self, now: Duration, holder: u32) {
         self.progress.insert(holder, now);
         if self.silent.remove(&holder) {
             *self.patience.entry(holder).or_insert(PATIENCE) *= 2;
         }
-    }
-
-    /// The process of this holder brings or claims other blocks: it is not silent, whatever this load sees of it.
-    pub(crate) fn is_alive(&mut self, now: Duration, holder: u32) {
-        self.goes_on(now, holder);
     }
 
     /// Time has passed: the blocks of silent holders are asked of the server.

@@ -10,7 +10,7 @@ use crate::threads::guarded;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// From one look to the next.
 const EACH: Duration = Duration::from_millis(4);
@@ -18,8 +18,8 @@ const EACH: Duration = Duration::from_millis(4);
 const CLAIMS: usize = 16;
 /// Looks after which the source is woken, also without news.
 const QUIET: u32 = 16;
-/// Looks after which the claims in all files are looked at: a process that has others than before is alive.
-const ALL: u64 = 48;
+/// From one look at the claims in all files to the next: a process that has others than before is alive.
+const ALL: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Default)]
 struct Looked {
@@ -85,8 +85,9 @@ fn end(inbox: &Inbox, shared: &(Mutex<Looked>, Condvar)) {
 }
 
 fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, Condvar)) {
-    let (mut turn, mut quiet, mut told, mut claims) = (0, 0, HashMap::new(), HashMap::new());
-    for number in 0u64.. {
+    let (mut turn, mut quiet, mut told) = (0, 0, HashMap::new());
+    let (mut claims, mut all) = (HashMap::new(), None::<Instant>);
+    loop {
         let blocks = {
             let mut looked = lock(shared);
             if looked.closing || looked.blocks.is_empty() {
@@ -95,13 +96,15 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
             }
             looked.blocks.clone()
         };
+        let began = Instant::now();
         let mut news = states(files, &blocks, &mut turn, &mut told);
-        if number % ALL == 0 {
+        if all.is_none_or(|all| began >= all + ALL) {
+            all = Some(began);
             news.extend(alive(files, &told, &mut claims));
         }
         quiet = if news.is_empty() { quiet + 1 } else { 0 };
         if !news.is_empty() || quiet % QUIET == 0 {
-            inbox.tell(news);
+            inbox.tell_of_look(began, news);
         }
         let looked = lock(shared);
         drop(changed.wait_timeout(looked, EACH).unwrap_or_else(PoisonError::into_inner));

@@ -49,12 +49,23 @@ pub(super) enum News {
 #[derive(Debug)]
 pub(super) struct Inbox {
     news: Mutex<Vec<News>>,
+    /// When the looker began to look last.
+    looked: Mutex<Option<Instant>>,
     wake: Arc<Wake>,
 }
 
 impl Inbox {
     pub(super) fn tell(&self, news: impl IntoIterator<Item = News>) {
         lock(&self.news).extend(news);
+        self.wake.notify();
+    }
+
+    /// The same, by a look that began then.
+    pub(super) fn tell_of_look(&self, began: Instant, news: Vec<News>) {
+        let mut all = lock(&self.news);
+        all.extend(news);
+        *lock(&self.looked) = Some(began);
+        drop(all);
         self.wake.notify();
     }
 }
@@ -68,6 +79,8 @@ pub(super) struct CacheSource {
     /// When others' blocks were looked at last, and whether there may be new ones.
     looked: Duration,
     is_new: bool,
+    /// When the last look began whose news have been heard.
+    heard: Duration,
     wake: OwnedFd,
     events: Vec<Progress>,
 }
@@ -124,13 +137,14 @@ impl CacheSource {
         progress: &Arc<CacheProgress>,
     ) -> Result<CacheSource> {
         let most_buffers = ((staging / 4 / BLOCK) as usize).clamp(4, MOST_BUFFERS);
-        let inbox = Arc::new(Inbox { news: Mutex::default(), wake: Arc::new(Wake::new()?) });
+        let inbox = Arc::new(Inbox { news: Mutex::default(), looked: Mutex::default(), wake: Arc::new(Wake::new()?) });
         let share = Ring::process().join(BLOCK, staging)?;
         let wake = epoll()?;
         for fd in [inner.wake(), inbox.wake.fd(), share.fd()] {
             watch(&wake, fd)?;
         }
         let looker = Looker::new(files.clone(), inbox.clone());
+        files.iter().flatten().for_each(|file| file.load_begins());
         let hands = Hands {
             inner,
             files,
@@ -153,8 +167,17 @@ impl CacheSource {
             _pending: progress.pending(),
             _load: Crew::process().load_begins(),
         };
-        let (flow, began, looked) = (CacheFlow::new(), Instant::now(), Duration::ZERO);
-        Ok(CacheSource { flow, hands, looker, began, looked, is_new: false, wake, events: Vec::new() })
+        Ok(CacheSource {
+            flow: CacheFlow::new(),
+            hands,
+            looker,
+            began: Instant::now(),
+            looked: Duration::ZERO,
+            is_new: false,
+            heard: Duration::ZERO,
+            wake,
+            events: Vec::new(),
+        })
     }
 
     fn now(&self) -> Duration {
@@ -208,8 +231,13 @@ impl CacheSource {
     /// What other threads have told.
     fn hear_threads(&mut self) {
         let now = self.now();
-        let CacheSource { flow, hands, .. } = self;
-        let news = std::mem::take(&mut *lock(&hands.inbox.news));
+        let CacheSource { flow, hands, heard, began, .. } = self;
+        let mut all = lock(&hands.inbox.news);
+        let news = std::mem::take(&mut *all);
+        if let Some(at) = *lock(&hands.inbox.looked) {
+            *heard = at.saturating_duration_since(*began);
+        }
+        drop(all);
         for one in news {
             match one {
                 News::Fetched(block, is_read) => {
@@ -231,7 +259,8 @@ impl CacheSource {
             return;
         }
         (self.looked, self.is_new) = (now, false);
-        self.flow.tick(now, &mut self.hands);
+        // A thread that gets no processor sees nothing either: only a look shows that a holder is silent.
+        self.flow.tick(self.heard, &mut self.hands);
         self.looker.look_at(self.flow.theirs());
     }
 }
@@ -495,6 +524,9 @@ impl Drop for CacheSource {
         looker.stop();
         let was_cancelled = hands.cancelled;
         flow.cancel(hands);
+        for file in hands.files.iter().flatten() {
+            Crew::process().load_ends(file, &hands.progress);
+        }
         if was_cancelled || hands.of_dropped != OfDropped::AskedAgain {
             return;
         }

@@ -221,9 +221,9 @@ impl Store for CachedStore {
         let Ok(states) = entry.states(wanted.clone()) else { return ask(range) };
         let there: Vec<bool> = states.iter().map(|state| *state == BlockState::There).collect();
         let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
-        let mut runs = there.chunk_by(|a, b| a == b);
+        let runs = there.chunk_by(|a, b| a == b);
         let mut block = wanted.start;
-        while let Some(run) = runs.next() {
+        for run in runs {
             let past = block + run.len() as u32;
             let part = range.start.max(entry.range(block).start)..range.end.min(entry.range(past - 1).end);
             block = past;

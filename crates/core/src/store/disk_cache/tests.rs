@@ -125,7 +125,12 @@ fn a_claim_is_seen_by_others_until_it_is_released_written_or_dropped() {
     assert_eq!(one.claim_run(2..5).unwrap(), [ours; 3]);
     assert_eq!(one.claim_run(2..5).unwrap(), [ours; 3], "what is claimed here stays so");
     assert_eq!(other.states(1..6).unwrap(), [BlockState::Missing, ours, ours, ours, BlockState::Missing]);
+    assert_eq!(other.claimed().unwrap(), [(2, one.number()), (3, one.number()), (4, one.number())]);
+    // A block that somebody brings in place of its holder keeps the holder's lock. A holder's own has none.
+    other.write(4, &block(&one, 4)).unwrap();
     one.write(3, &block(&one, 3)).unwrap();
+    assert!(other.is_locked(4) && !other.is_locked(3));
+    other.forget(4).unwrap();
     one.release(4);
     one.release(9);
     assert_eq!(other.claim_run(0..7).unwrap(), [theirs, theirs, ours, BlockState::There, theirs, theirs, theirs]);

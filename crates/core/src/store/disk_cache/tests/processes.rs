@@ -125,7 +125,7 @@ fn a_child_plays_its_role() {
             let end = Instant::now() + Duration::from_millis(words[2].parse().unwrap());
             let mut removed = 0;
             while Instant::now() < end {
-                removed += cache.prune(&Prune::All, false).unwrap().gone.len();
+                removed += cache.prune(&Prune::All, false).unwrap().gone.len() as u64;
                 cache.entries().unwrap();
                 cache.make_room(BLOCK).unwrap();
             }

@@ -59,7 +59,8 @@ fn what_is_open_stays() {
     assert!(!limited.make_room(4 * BLOCK).unwrap());
     assert_eq!((names(&cache), check(&entry)), (vec!["open".to_owned()], 2));
     assert!(cache.entries().unwrap()[0].open);
-    assert_eq!(cache.prune(&Prune::All, false).unwrap().open.len(), 1);
+    let pruned = cache.prune(&Prune::All, false).unwrap();
+    assert_eq!((pruned.open.len(), pruned.gone, pruned.kept), (1, Vec::new(), Vec::new()));
     drop(entry);
     assert!(!cache.entries().unwrap()[0].open);
     assert!(limited.make_room(4 * BLOCK).unwrap());
@@ -92,7 +93,8 @@ fn prune_removes_what_it_is_told() {
     assert_eq!(cache.known(&key("x/a")).unwrap(), None, "its version goes with it");
     assert_eq!(cache.prune(&Prune::Prefix("s3://bucket/y/c".to_owned()), false).unwrap().gone.len(), 1);
     let pruned = cache.prune(&Prune::ToSize(infos[3].disk), false).unwrap();
-    assert_eq!((&pruned.gone[..], names(&cache)), (&infos[1..2], vec!["y/d".to_owned()]));
+    assert_eq!((&pruned.gone[..], &pruned.kept[..]), (&infos[1..2], &infos[3..]));
+    assert_eq!(names(&cache), ["y/d"]);
     assert!(cache.list(&key("x")).unwrap().is_some() && cache.known(&key("y/d")).unwrap().is_some());
     assert_eq!(cache.prune(&Prune::All, false).unwrap().gone.len(), 1);
     assert_eq!(files(cache.path()).len(), 1, "the marker");
