@@ -327,16 +327,17 @@ def test_no_secret_of_an_address_is_kept(run, cache, tmp_path, model, capsys):
 # cache
 
 
-def test_without_a_cache_its_commands_say_so(cli, tmp_path):
+def test_without_a_cache_its_commands_say_so(run, tmp_path, monkeypatch):
+    monkeypatch.delenv("PENSTOCK_STORAGE_DISK_CACHE", raising=False)
     for command in (("ls",), ("prune", "--all"), ("verify",)):
-        done = cli("cache", *command, PENSTOCK_STORAGE_DISK_CACHE="")
-        assert done.returncode == USAGE and "--disk-cache FOLDER" in done.stderr, done.stderr
-    done = cli("cache", "ls", "--disk-cache", tmp_path)
-    assert done.returncode == ERROR and "there is no disk cache here" in done.stderr
+        status, found = run("cache", *command)
+        assert status == USAGE and "--disk-cache FOLDER" in found["error"]["message"]
+    status, found = run("cache", "ls", "--disk-cache", tmp_path)
+    assert status == ERROR and "there is no disk cache here" in found["error"]["message"]
     assert not list(tmp_path.iterdir())
 
 
-def test_ls_lists_objects_sums_and_limits(run, cache, bucket, model, capsys):
+def test_ls_lists_objects_sums_and_limits(run, cache, bucket, model, capsys, monkeypatch):
     penstock.open("s3://bucket/m/").load(names=["0.0"])
     assert run("pull", f"s3://bucket/m/{NAMES[1]}")[0] == 0
     status, found = run("cache", "ls")
@@ -347,6 +348,10 @@ def test_ls_lists_objects_sums_and_limits(run, cache, bucket, model, capsys):
     assert 0 < part["there"] < part["size"]
     assert found["total"]["there"] == sum(entry["there"] for entry in found["entries"])
     assert found["limits"] == {"free": 1, "size": None} and found["writable"] and found["private"]
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command_line.main(["cache", "ls"]) == 0
+    assert all(len(line) <= 80 or " " not in line for line in capsys.readouterr().out.splitlines())
+    monkeypatch.setenv("COLUMNS", "")
     assert command_line.main(["cache", "ls", "--storage", "disk_cache_size=5GB"]) == 0
     said = capsys.readouterr().out
     assert "address" in said and "100%" in said and "at most 5.00 GB in the cache" in said
@@ -404,6 +409,21 @@ def test_verify_names_bad_blocks_and_leaves_them_if_told(run, cache, bucket, mod
     assert run("cache", "verify")[0] == 0, "they are missing now"
     state = penstock.open("s3://bucket/m/").load(framework="np")
     assert state["0.0"].nbytes == 700 * 1000 * 4
+
+
+def test_verify_of_a_checkpoint_compares_the_cache_too(run, cache, bucket, model, caplog):
+    assert run("pull", "s3://bucket/m/")[0] == 0
+    _, found = run("cache", "ls")
+    [path] = [Path(entry["path"]) for entry in found["entries"] if entry["address"].endswith(NAMES[0])]
+    flip(path, 2 * BLOCK + 1)
+    checkpoint = penstock.open("s3://bucket/m/")
+    found = checkpoint.verify()
+    assert set(found) == set(checkpoint.files)
+    assert f"{NAMES[0]}: bytes {2 * BLOCK} to {3 * BLOCK} in the disk cache are not those that came" in caplog.text
+    assert path.read_bytes() == model[NAMES[0]], "the hash has fetched it again"
+    caplog.clear()
+    checkpoint.verify()
+    assert not caplog.text
 
 
 def test_verify_of_a_cache_that_can_only_be_read_needs_keep(run, cache, bucket, monkeypatch):

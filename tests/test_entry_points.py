@@ -96,7 +96,7 @@ def _code(path: Path) -> str:
         text = match[0]
         return f'"{" " * (len(text) - 2)}"' if text.startswith('"') else re.sub(r"[^\n]", " ", text)
 
-    return re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', blank, path.read_text())
+    return re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"', blank, path.read_text(), flags=re.DOTALL)
 
 
 def _closing(code: str, at: int) -> int:

@@ -234,6 +234,7 @@ class CacheFill:
     def wait(self, timeout: float | None = None) -> bool: ...
     def stop(self) -> None: ...
 
+@final
 class DiskCache:
     """The work of the disk cache for a load: see `penstock.DiskCache`."""
 
@@ -256,10 +257,13 @@ class DiskCache:
     @property
     def seconds(self) -> float: ...
     def wait(self, timeout: float | None = None) -> bool: ...
-    def __add__(self, other: DiskCache) -> DiskCache: ...
+    def __add__(self, other: DiskCache, /) -> DiskCache: ...
+    def __radd__(self, other: DiskCache, /) -> DiskCache: ...
 
 def leave_cache_to_parent() -> None:
     """In a forked child: the parent's part of the disk cache is the parent's alone."""
+
+@final
 class CacheFolder:
     """The folder of the disk cache that ``storage`` names: for commands.
 
@@ -294,6 +298,7 @@ class CacheFolder:
         """Compares these blocks of an entry with their CRC32C: how many bytes were compared, and the ranges of bad
         blocks; None if the entry is gone. ``forget``: bad blocks are missing from now on."""
 
+@final
 class Pull:
     """Copies of whole objects that a thread makes: into the disk cache, or into files of a folder."""
 

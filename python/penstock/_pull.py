@@ -355,14 +355,14 @@ def pull(
 def described(pulled: Pulled, folder: str | None, cache: str | None) -> str:
     """The result of `pull`, as text."""
     nbytes = sum(file.nbytes for file in pulled.files)
-    there = sum(file.nbytes for file in pulled.files if file.was_there)
     many = f"{len(pulled.files)} file{'s' * (len(pulled.files) != 1)}"
     where = folder if folder is not None else f"the disk cache {cache}"
     lines = [f"{many}, {size_text(nbytes)}, in {where}"]
-    rate = f": {pulled.received_bytes / pulled.seconds / 1e9:.2f} GB/s" if pulled.received_bytes else ""
-    lines.append(
-        f"{size_text(there)} were there; received {size_text(pulled.received_bytes)} in {pulled.seconds:.1f} s{rate}"
-    )
+    if all(file.was_there for file in pulled.files):
+        lines.append(f"all of it was there before: asked for the versions in {pulled.seconds:.1f} s")
+    else:
+        rate = f": {pulled.received_bytes / pulled.seconds / 1e9:.2f} GB/s" if pulled.received_bytes else ""
+        lines.append(f"received {size_text(pulled.received_bytes)} in {pulled.seconds:.1f} s{rate}")
     if pulled.uncached:
         lines.append(f"not all of it is in the disk cache: {pulled.uncached}")
     return "\n".join(lines)
