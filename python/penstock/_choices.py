@@ -152,6 +152,13 @@ class Storage(TypedDict, total=False):
     """What becomes of bytes that came faster than the disk took them: "fetch" asks for them again after the load
     (default), "forget" leaves them to the next load."""
 
+    mirrors: Sequence[str] | str | None
+    """Addresses of other nodes that run ``penstock serve --disk-cache``, such as ["http://node-a:8080"]: what they have
+    of an object, in its very version, comes from them."""
+
+    mirror_token: str | None
+    """The bearer token that all ``mirrors`` want. Over https only, except to this machine."""
+
     offline: bool | None
     """True: no server is asked. What the disk cache has, in the version that it had last, is loaded; all else is an
     error."""
