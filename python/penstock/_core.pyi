@@ -26,6 +26,7 @@ __all__ = [
     "Reader",
     "Save",
     "Seat",
+    "Server",
     "Shares",
     "Standing",
     "View",

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Of a file: its size, its strong version, whether it was there before, whether it is there now.
+/// (size, strong version, it was there before, it is there now)
 type PulledFile = (u64, Option<String>, bool, bool);
 
 /// (address, path of the file that it goes to, version and size of the file that is there)
