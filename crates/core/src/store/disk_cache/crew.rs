@@ -25,7 +25,9 @@ const MOST_THREADS: usize = 4;
 const SYNCED: u64 = 64 << 20;
 /// Bytes for which room is made at once.
 const ROOM: u64 = 256 << 20;
-/// Bytes that are asked of a server again at once.
+/// Threads that ask for dropped blocks at once: while one writes, the others receive.
+const MOST_ASKING: usize = 3;
+/// Bytes that one of them asks for at once.
 const AGAIN: u64 = 8 * BLOCK;
 const STACK: usize = 256 << 10;
 const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
@@ -227,7 +229,19 @@ struct AgainJob {
     store: Arc<dyn Store>,
     blocks: VecDeque<u32>,
     progress: Arc<CacheProgress>,
+    // Dropped before the next one, so that the work is not finished before the last sync.
+    _writes: OfLoad,
     _pending: Pending,
+}
+
+/// A part of the writes of a load: the last one that ends has them synced.
+struct OfLoad(&'static Crew, Arc<CachedFile>, Arc<CacheProgress>);
+
+impl Drop for OfLoad {
+    fn drop(&mut self) {
+        let OfLoad(crew, file, progress) = self;
+        crew.load_ends(file, progress);
+    }
 }
 
 /// Hears once whether a block was read: also if the thread that reads it panics.
@@ -263,8 +277,8 @@ struct Jobs {
     others: VecDeque<Job>,
     /// Blocks that were dropped: when no load runs.
     again: VecDeque<Job>,
-    /// A thread asks for such blocks.
-    asking_again: bool,
+    /// Threads that ask for such blocks.
+    asking_again: usize,
     threads: usize,
     /// Loads through the cache that run.
     loads: usize,
@@ -332,8 +346,9 @@ impl Crew {
 
     /// A source of the load ends: what was written and not synced is synced, now or after the last write.
     pub(super) fn load_ends(&'static self, file: &Arc<CachedFile>, progress: &Arc<CacheProgress>) {
-        let last = file.sources.fetch_sub(1, Ordering::SeqCst) == 1;
-        if last && file.unsynced.load(Ordering::SeqCst) > 0 {
+        let last = progress.is_own() && file.sources.fetch_sub(1, Ordering::SeqCst) == 1;
+        // What was told to stop is not synced: the next load does that, or a boot forgets it.
+        if last && file.unsynced.load(Ordering::SeqCst) > 0 && !self.stop.load(Ordering::Relaxed) {
             let job = Job::Sync(file.clone(), progress.clone(), progress.pending());
             lock(&self.jobs).others.push_back(job);
             self.go_on();
@@ -348,9 +363,20 @@ impl Crew {
         blocks: Vec<u32>,
         progress: &Arc<CacheProgress>,
     ) {
-        let (pending, blocks) = (progress.pending(), blocks.into());
-        let job = AgainJob { file, store, blocks, progress: progress.clone(), _pending: pending };
-        lock(&self.jobs).again.push_back(Job::Again(job));
+        for part in blocks.chunks((AGAIN / BLOCK) as usize) {
+            file.load_begins();
+            let (blocks, store) = (part.iter().copied().collect(), store.clone());
+            let (writes, pending) = (OfLoad(self, file.clone(), progress.clone()), progress.pending());
+            let job = AgainJob {
+                file: file.clone(),
+                store,
+                blocks,
+                progress: progress.clone(),
+                _writes: writes,
+                _pending: pending,
+            };
+            lock(&self.jobs).again.push_back(Job::Again(job));
+        }
         self.go_on();
     }
 
@@ -364,8 +390,8 @@ impl Crew {
     /// Starts a thread if there is a job for it.
     fn go_on(&'static self) {
         let mut jobs = lock(&self.jobs);
-        let waiting = jobs.fetches.len() + jobs.others.len() + usize::from(!jobs.again.is_empty() && jobs.loads == 0);
-        if waiting == 0 || jobs.threads >= MOST_THREADS || self.stop.load(Ordering::Relaxed) {
+        let is_waiting = !jobs.fetches.is_empty() || !jobs.others.is_empty() || jobs.may_ask();
+        if !is_waiting || jobs.threads >= MOST_THREADS || self.stop.load(Ordering::Relaxed) {
             return;
         }
         jobs.threads += 1;
@@ -399,11 +425,14 @@ impl Crew {
                 }
             };
             let again = matches!(job, Job::Again(_));
+            if again {
+                self.go_on(); // beside others
+            }
             // A panic costs this job. Its block is not there, and a load that waits for it hears of the failure by its memory.
             let left = guarded("penstock-cache", || self.perform(job)).unwrap_or_default();
             let mut jobs = lock(&self.jobs);
             if again {
-                jobs.asking_again = false;
+                jobs.asking_again -= 1;
             }
             match left {
                 Some(job @ Job::Again(_)) => jobs.again.push_front(job),
@@ -476,8 +505,8 @@ impl Crew {
                 return None;
             }
         }
-        let AgainJob { file, progress, _pending, .. } = job;
-        Some(Job::Sync(file, progress, _pending))
+        let is_much = job.file.unsynced.load(Ordering::SeqCst) >= SYNCED;
+        is_much.then(|| Job::Sync(job.file.clone(), job.progress.clone(), job.progress.pending()))
     }
 
     /// Ends all work, and waits at most so long for the threads. Blocks that were to be written are dropped.
@@ -562,12 +591,16 @@ impl Jobs {
     /// The next job of a thread.
     fn next(&mut self, stop: bool) -> Option<Job> {
         let next = self.fetches.pop_front().or_else(|| self.others.pop_front());
-        if next.is_some() || stop || self.loads > 0 || self.asking_again {
+        if next.is_some() || stop || !self.may_ask() {
             return next;
         }
-        let again = self.again.pop_front();
-        self.asking_again = again.is_some();
-        again
+        self.asking_again += 1;
+        self.again.pop_front()
+    }
+
+    /// Whether a thread more may ask for dropped blocks.
+    fn may_ask(&self) -> bool {
+        !self.again.is_empty() && self.loads == 0 && self.asking_again < MOST_ASKING
     }
 
     fn take_all(&mut self) -> Vec<Job> {

@@ -62,8 +62,13 @@ impl CacheProgress {
         })
     }
 
+    /// Whether this process began the load. In a forked child its work, and its lock, are the parent's.
+    pub(super) fn is_own(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
     fn count(&self, count: impl FnOnce(&mut CacheStatus)) {
-        if self.pid == std::process::id() {
+        if self.is_own() {
             count(&mut lock(&self.state).status);
         }
     }

@@ -513,19 +513,17 @@ impl Drop for CacheSource {
         looker.stop();
         let was_cancelled = hands.cancelled;
         flow.cancel(hands);
-        for file in hands.files.iter().flatten() {
-            Crew::process().load_ends(file, &hands.progress);
-        }
-        if was_cancelled || !hands.asks_again {
-            return;
-        }
+        let asks_again = hands.asks_again && !was_cancelled;
         let mut of_file: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
         hands.dropped.drain(..).for_each(|BlockId { file, block }| of_file.entry(file).or_default().push(block));
         for (number, mut blocks) in of_file {
             blocks.sort_unstable();
-            if let Some(Some(file)) = hands.files.get(number as usize) {
+            if let Some(Some(file)) = hands.files.get(number as usize).filter(|_| asks_again) {
                 Crew::process().again(file.clone(), hands.store.clone(), blocks, &hands.progress);
             }
+        }
+        for file in hands.files.iter().flatten() {
+            Crew::process().load_ends(file, &hands.progress);
         }
     }
 }

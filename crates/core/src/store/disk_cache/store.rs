@@ -22,6 +22,7 @@ use crate::store::residency::Residency;
 use crate::store::stat::identity_of;
 use crate::store::version::{Identity, Version};
 use crate::sync::{lock, Mutex};
+use crate::way::Routing;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -380,9 +381,11 @@ impl Objects for CachedObjects {
         if self.all_whole() {
             return Ok(sources);
         }
+        // A block between two others that are asked for is there, or another process brings it.
+        let routing = Arc::new(Routing { gap: Some(0), ..Routing::clone(&request.routing) });
         let inner: Vec<LaneSource> = match self.offline {
             true => vec![LaneSource::of_all(Unasked::new()?)],
-            false => self.inner.clone().sources(request)?,
+            false => self.inner.clone().sources(&SourceRequest { routing, ..request.clone() })?,
         };
         for LaneSource { lanes, source } in inner {
             let (files, store) = (self.files.clone(), self.store.clone());
