@@ -148,12 +148,15 @@ def test_a_process_that_brings_one_file_is_not_taken_for_stopped_by_who_waits_fo
     models = [ordeal.write(tmp_path / "m" / f"{name}.safetensors", 8, 3 * MIB, seed) for seed, name in enumerate("ab")]
     size = sum(file.stat().st_size for file in models)
     slow = {"rate_per_connection": "2e6", "first_byte": "5"}
-    with serving(models[0].parent, **slow) as server, Loads(server, models, folder, 2) as loads:
-        with Asked(server) as asked:
-            loads.go(0)
-            until(lambda: has(folder) >= 1)
-            loads.go(1)
-            said = loads.all()
+    with (
+        serving(models[0].parent, **slow) as server,
+        Loads(server, models, folder, 2) as loads,
+        Asked(server) as asked,
+    ):
+        loads.go(0)
+        until(lambda: has(folder) >= 1)
+        loads.go(1)
+        said = loads.all()
     assert asked.bytes <= 1.05 * size + sum(one["fetched_again"] for one in said), said
 
 
@@ -221,21 +224,22 @@ SLOW = 24_000_000
 
 
 @pytest.mark.machine
-def test_a_slow_disk_has_all_of_it_as_soon_as_it_can(served, model, disk):
+def test_a_slow_disk_has_all_of_it_as_soon_as_it_can(model, disk):
     """The load does not wait for it. The bytes that it drops meanwhile are fetched again, in time."""
     size = model.stat().st_size
-    quick = timed(served, model, disk / "quick")
-    try:
-        with slow_disk.group(disk, SLOW, "write") as group:
-            slow = timed(served, model, disk / "slow", str(group))
-    except slow_disk.NotHere as why:
-        pytest.skip(str(why))
+    with serving(model.parent) as served:
+        quick = timed(served, model, disk / "quick")
+        try:
+            with slow_disk.group(disk, SLOW, "write") as group:
+                slow = timed(served, model, disk / "slow", str(group))
+        except slow_disk.NotHere as why:
+            pytest.skip(str(why))
     assert right_blocks(files(disk / "slow", ".data"), [model]) == -(-size // MIB)
     assert slow["reason"] == ""
     # Not faster than the limit: otherwise nothing was limited
     assert slow["cached"] >= 0.8 * size / SLOW, slow
     assert slow["cached"] <= 1.2 * size / SLOW, slow
-    assert slow["loaded"] <= 1.2 * quick["loaded"], (slow, quick)
+    assert slow["loaded"] <= 1.2 * quick["loaded"] + 0.1, (slow, quick)
 
 
 @pytest.mark.machine

@@ -115,7 +115,7 @@ def test_no_file_of_a_crate_is_in_a_circle(crate: str):
 #: The floors of the core, from the ground: files and folders of `src`. Those of one floor may use each other.
 FLOORS = [
     [
-        *("error.rs", "options.rs", "options", "sync.rs", "threads.rs", "wake.rs", "wake", "machine.rs", "mappings.rs"),
+        *("error.rs", "options.rs", "options", "sync.rs", "threads.rs", "wake.rs", "timer.rs", "wake", "machine.rs", "mappings.rs"),
         "detached.rs",
     ],
     ["extent.rs", "rows.rs", "way.rs", "fallback.rs", "memory.rs", "timeline.rs"],
@@ -174,6 +174,7 @@ NAMES_FILES = {
     "machine.rs": "/proc and /sys",
     "mappings.rs": "/proc",
     "memory.rs": "maps a descriptor that a store gives",
+    "timer.rs": "timerfds",
     "wake.rs": "eventfds",
     "wake/model.rs": "eventfds",
     "load/transport.rs": "waits for eventfds",

@@ -15,6 +15,8 @@ THREADS = {
     "penstock-ask": "detached.rs",
     "penstock-copy": "device/cpu.rs",
     "penstock-dns": "store/remote/http/names.rs",
+    "penstock-cache": "store/disk_cache/crew.rs",
+    "penstock-cache-look": "store/disk_cache/look.rs",
     "penstock-engine": "load/start.rs",
     "penstock-fill": "store/fill_after.rs",
     "penstock-gpu": "device/gpu/mod.rs",
@@ -50,7 +52,7 @@ def sources() -> dict[str, str]:
     found = {}
     for path in (CORE / "src").rglob("*.rs"):
         name = str(path.relative_to(CORE / "src"))
-        if not name.endswith(("tests.rs", "virtual_time.rs")) and "simulator" not in name:
+        if not name.endswith(("tests.rs", "virtual_time.rs")) and not {"simulator", "tests"} & set(Path(name).parts):
             found[name] = re.split(r"#\[cfg\((?:all\()?test", path.read_text())[0]
     return found
 

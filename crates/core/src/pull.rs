@@ -239,7 +239,7 @@ fn pulled(head: &Head, file: &PullFile) -> PulledFile {
 }
 
 /// A file that is being written.
-struct Target {
+struct PulledTo {
     output: Output,
     /// The block that is written next.
     next: u64,
@@ -259,7 +259,7 @@ struct Copying<'p> {
     queue: VecDeque<(u32, u64)>,
     in_flight: HashMap<Ticket, (u32, u64, Option<Arc<Anonymous>>)>,
     free: Vec<Arc<Anonymous>>,
-    targets: HashMap<u32, Target>,
+    targets: HashMap<u32, PulledTo>,
     tickets: u64,
     /// Bytes that servers had sent for other stores.
     received: u64,
@@ -406,12 +406,12 @@ impl<'p> Copying<'p> {
     }
 
     /// The file that an object goes to, made when its first block is there.
-    fn target(&mut self, file: u32) -> Result<&mut Target> {
+    fn target(&mut self, file: u32) -> Result<&mut PulledTo> {
         let PullObject { object, into, .. } = &self.wanted[file as usize];
         if let Entry::Vacant(free) = self.targets.entry(file) {
             let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
             let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;
-            free.insert(Target { output, next: 0, early: BTreeMap::new() });
+            free.insert(PulledTo { output, next: 0, early: BTreeMap::new() });
         }
         self.targets.get_mut(&file).ok_or_else(|| Error::new(ErrorKind::Internal, "a file is gone; please report this"))
     }

@@ -18,8 +18,8 @@ use penstock::pull::{Pull, PullFile};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
-    evict, identity_of, CacheFill, CredentialSource, Files, FillState, GivenCredentials, GivesCredentials, Location,
-    Object, Objects, Secret, Store, Stores, Web, WebSettings,
+    evict, identity_of, CacheFill, CacheSettings, CredentialSource, Files, FillState, GivenCredentials,
+    GivesCredentials, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Web, WebSettings,
 };
 use penstock::threads::{trip, untrip};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
@@ -248,6 +248,34 @@ fn the_thread_of_the_connections_to_a_server() {
     let objects = objects(&store, &server);
     tripped("penstock-net", || read(objects.clone()));
     assert!(read(objects).unwrap() == bytes(), "the next load is not disturbed");
+}
+
+/// What they do is lost. The loads are not: the server has all of it.
+#[test]
+fn threads_of_the_disk_cache() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    drop(shard(folder.path()));
+    let contents = Contents::default();
+    let content = Arc::new(std::fs::read(folder.path().join("model.safetensors")).unwrap());
+    contents.lock().unwrap().insert("/o.safetensors".into(), (content, "\"one\"".to_owned()));
+    // Slowly, so that one of two loads waits for blocks that the other one brings.
+    let server = WebServer::of(&contents, |_| Fault::Drip(256 << 10, Duration::from_millis(2)));
+    for name in ["penstock-cache", "penstock-cache-look"] {
+        let cache = CacheSettings { folder: Some(folder.path().join(name)), free: Some(0), ..CacheSettings::default() };
+        let stores = Stores::with(StorageSettings { cache, ..StorageSettings::default() });
+        let (url, asked) = (server.url("/o.safetensors"), FolderRequest::plain());
+        let checkpoint = Arc::new(Checkpoint::open_cancellable(&[url], &asked, &stores, SOON, || true).unwrap());
+        trip(name);
+        let begun = Instant::now();
+        let both = std::thread::scope(|scope| {
+            [(); 2].map(|()| scope.spawn(|| load(&checkpoint, Options::default()))).map(|one| one.join().unwrap())
+        });
+        untrip();
+        assert!(both.iter().all(Result::is_ok), "{name}: {both:?}");
+        assert!(begun.elapsed() < PROMPTLY, "{name}: after {:?}", begun.elapsed());
+        load(&checkpoint, Options::default()).unwrap();
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Which owners and modes a cache takes: others may not write.
+//! The owners and modes that a cache takes: others may not write.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;

@@ -25,13 +25,15 @@ const MOST_THREADS: usize = 4;
 const SYNCED: u64 = 64 << 20;
 /// Bytes for which room is made at once.
 const ROOM: u64 = 256 << 20;
-/// Bytes that are asked of a server again at once.
+/// Threads that ask for dropped blocks at once: while one writes, the others receive.
+const MOST_ASKING: usize = 3;
+/// Bytes that one of them asks for at once.
 const AGAIN: u64 = 8 * BLOCK;
 const STACK: usize = 256 << 10;
 const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// Memory of one block.
-pub(super) struct BlockMemory {
+pub(super) struct BlockBuffer {
     lease: Lease,
     /// How many of them its load has.
     held: Arc<AtomicUsize>,
@@ -57,11 +59,11 @@ impl Drop for InWriter {
     }
 }
 
-impl BlockMemory {
-    pub(super) fn new(lease: Lease, held: &Arc<AtomicUsize>, free: &Arc<Wake>) -> Arc<BlockMemory> {
+impl BlockBuffer {
+    pub(super) fn new(lease: Lease, held: &Arc<AtomicUsize>, free: &Arc<Wake>) -> Arc<BlockBuffer> {
         held.fetch_add(1, Ordering::Relaxed);
         let from_disk = AtomicBool::new(false);
-        Arc::new(BlockMemory { lease, held: held.clone(), free: free.clone(), from_disk })
+        Arc::new(BlockBuffer { lease, held: held.clone(), free: free.clone(), from_disk })
     }
 
     /// Its block comes from the disk, not from the server.
@@ -93,7 +95,7 @@ impl BlockMemory {
     }
 }
 
-impl Drop for BlockMemory {
+impl Drop for BlockBuffer {
     fn drop(&mut self) {
         self.held.fetch_sub(1, Ordering::Relaxed);
         // The lease goes after this. The ring notifies its share too.
@@ -204,14 +206,14 @@ impl CachedFile {
 struct BlockJob {
     file: Arc<CachedFile>,
     block: u32,
-    memory: Arc<BlockMemory>,
+    memory: Arc<BlockBuffer>,
 }
 
 /// The bytes of a block that is to be written.
 pub(super) enum BlockBytes {
     /// A block of a load.
-    Memory(Arc<BlockMemory>, #[allow(dead_code)] InWriter), // counted until it is dropped
-    /// Of an object that was read whole.
+    Memory(Arc<BlockBuffer>, #[allow(dead_code)] InWriter), // counted until it is dropped
+    /// Bytes of an object that was read whole.
     Own(Vec<u8>),
 }
 
@@ -227,7 +229,19 @@ struct AgainJob {
     store: Arc<dyn Store>,
     blocks: VecDeque<u32>,
     progress: Arc<CacheProgress>,
+    // Dropped before the next one, so that the work is not finished before the last sync.
+    _writes: OfLoad,
     _pending: Pending,
+}
+
+/// A part of the writes of a load: the last one that ends has them synced.
+struct OfLoad(&'static CacheCrew, Arc<CachedFile>, Arc<CacheProgress>);
+
+impl Drop for OfLoad {
+    fn drop(&mut self) {
+        let OfLoad(crew, file, progress) = self;
+        crew.load_ends(file, progress);
+    }
 }
 
 /// Hears once whether a block was read: also if the thread that reads it panics.
@@ -249,7 +263,7 @@ impl Drop for Told {
     }
 }
 
-enum Job {
+enum CacheJob {
     /// Reads a block, and tells whether that went well.
     Fetch(BlockJob, Told),
     Write(WriteJob, Arc<CacheProgress>, Pending),
@@ -259,19 +273,19 @@ enum Job {
 
 #[derive(Default)]
 struct Jobs {
-    fetches: VecDeque<Job>,
-    others: VecDeque<Job>,
+    fetches: VecDeque<CacheJob>,
+    others: VecDeque<CacheJob>,
     /// Blocks that were dropped: when no load runs.
-    again: VecDeque<Job>,
-    /// A thread asks for such blocks.
-    asking_again: bool,
+    again: VecDeque<CacheJob>,
+    /// Threads that ask for such blocks.
+    asking_again: usize,
     threads: usize,
     /// Loads through the cache that run.
     loads: usize,
 }
 
 /// The threads of this process.
-pub(super) struct Crew {
+pub(super) struct CacheCrew {
     pid: u32,
     jobs: Mutex<Jobs>,
     /// A thread has ended a job, or itself.
@@ -281,11 +295,11 @@ pub(super) struct Crew {
     stop: AtomicBool,
 }
 
-static PROCESS: AtomicPtr<Crew> = AtomicPtr::new(ptr::null_mut());
+static PROCESS: AtomicPtr<CacheCrew> = AtomicPtr::new(ptr::null_mut());
 
-impl Crew {
+impl CacheCrew {
     /// The threads of this process. A forked child has its own.
-    pub(super) fn process() -> &'static Crew {
+    pub(super) fn process() -> &'static CacheCrew {
         // No lock: another thread of the parent might have held it when the process forked.
         loop {
             let current = PROCESS.load(Ordering::Acquire);
@@ -293,7 +307,7 @@ impl Crew {
             if let Some(crew) = unsafe { current.as_ref() }.filter(|crew| crew.pid == std::process::id()) {
                 return crew;
             }
-            let fresh = Box::into_raw(Box::new(Crew {
+            let fresh = Box::into_raw(Box::new(CacheCrew {
                 pid: std::process::id(),
                 jobs: Mutex::default(),
                 changed: Condvar::new(),
@@ -308,9 +322,9 @@ impl Crew {
     }
 
     /// Reads a block into its memory. `told` hears whether that went well.
-    pub(super) fn fetch(&'static self, file: Arc<CachedFile>, block: u32, memory: Arc<BlockMemory>, told: Told) {
+    pub(super) fn fetch(&'static self, file: Arc<CachedFile>, block: u32, memory: Arc<BlockBuffer>, told: Told) {
         memory.from_disk.store(true, Ordering::Relaxed);
-        let job = Job::Fetch(BlockJob { file, block, memory }, told);
+        let job = CacheJob::Fetch(BlockJob { file, block, memory }, told);
         lock(&self.jobs).fetches.push_back(job);
         self.go_on();
     }
@@ -325,16 +339,17 @@ impl Crew {
     ) {
         file.writes.fetch_add(1, Ordering::Relaxed);
         let job = WriteJob { file: file.clone(), block, bytes };
-        let job = Job::Write(job, progress.clone(), progress.pending());
+        let job = CacheJob::Write(job, progress.clone(), progress.pending());
         lock(&self.jobs).others.push_back(job);
         self.go_on();
     }
 
     /// A source of the load ends: what was written and not synced is synced, now or after the last write.
     pub(super) fn load_ends(&'static self, file: &Arc<CachedFile>, progress: &Arc<CacheProgress>) {
-        let last = file.sources.fetch_sub(1, Ordering::SeqCst) == 1;
-        if last && file.unsynced.load(Ordering::SeqCst) > 0 {
-            let job = Job::Sync(file.clone(), progress.clone(), progress.pending());
+        let last = progress.is_own() && file.sources.fetch_sub(1, Ordering::SeqCst) == 1;
+        // What was told to stop is not synced: the next load does that, or a boot forgets it.
+        if last && file.unsynced.load(Ordering::SeqCst) > 0 && !self.stop.load(Ordering::Relaxed) {
+            let job = CacheJob::Sync(file.clone(), progress.clone(), progress.pending());
             lock(&self.jobs).others.push_back(job);
             self.go_on();
         }
@@ -348,9 +363,20 @@ impl Crew {
         blocks: Vec<u32>,
         progress: &Arc<CacheProgress>,
     ) {
-        let (pending, blocks) = (progress.pending(), blocks.into());
-        let job = AgainJob { file, store, blocks, progress: progress.clone(), _pending: pending };
-        lock(&self.jobs).again.push_back(Job::Again(job));
+        for part in blocks.chunks((AGAIN / BLOCK) as usize) {
+            file.load_begins();
+            let (blocks, store) = (part.iter().copied().collect(), store.clone());
+            let (writes, pending) = (OfLoad(self, file.clone(), progress.clone()), progress.pending());
+            let job = AgainJob {
+                file: file.clone(),
+                store,
+                blocks,
+                progress: progress.clone(),
+                _writes: writes,
+                _pending: pending,
+            };
+            lock(&self.jobs).again.push_back(CacheJob::Again(job));
+        }
         self.go_on();
     }
 
@@ -364,8 +390,8 @@ impl Crew {
     /// Starts a thread if there is a job for it.
     fn go_on(&'static self) {
         let mut jobs = lock(&self.jobs);
-        let waiting = jobs.fetches.len() + jobs.others.len() + usize::from(!jobs.again.is_empty() && jobs.loads == 0);
-        if waiting == 0 || jobs.threads >= MOST_THREADS || self.stop.load(Ordering::Relaxed) {
+        let is_waiting = !jobs.fetches.is_empty() || !jobs.others.is_empty() || jobs.may_ask();
+        if !is_waiting || jobs.threads >= MOST_THREADS || self.stop.load(Ordering::Relaxed) {
             return;
         }
         jobs.threads += 1;
@@ -378,7 +404,7 @@ impl Crew {
             if jobs.threads == 0 {
                 let left = jobs.take_all();
                 drop(jobs);
-                left.into_iter().for_each(Job::give_up);
+                left.into_iter().for_each(CacheJob::give_up);
             }
         }
     }
@@ -398,15 +424,18 @@ impl Crew {
                     }
                 }
             };
-            let again = matches!(job, Job::Again(_));
+            let again = matches!(job, CacheJob::Again(_));
+            if again {
+                self.go_on(); // beside others
+            }
             // A panic costs this job. Its block is not there, and a load that waits for it hears of the failure by its memory.
             let left = guarded("penstock-cache", || self.perform(job)).unwrap_or_default();
             let mut jobs = lock(&self.jobs);
             if again {
-                jobs.asking_again = false;
+                jobs.asking_again -= 1;
             }
             match left {
-                Some(job @ Job::Again(_)) => jobs.again.push_front(job),
+                Some(job @ CacheJob::Again(_)) => jobs.again.push_front(job),
                 Some(job) => jobs.others.push_back(job),
                 None => {}
             }
@@ -416,9 +445,9 @@ impl Crew {
     }
 
     /// Does a job. Gives what is left of it.
-    fn perform(&self, job: Job) -> Option<Job> {
+    fn perform(&self, job: CacheJob) -> Option<CacheJob> {
         match job {
-            Job::Fetch(BlockJob { file, block, memory }, told) => {
+            CacheJob::Fetch(BlockJob { file, block, memory }, told) => {
                 // SAFETY: only this thread has the memory until it tells.
                 let into = unsafe { memory.bytes_mut(file.block_len(block)) };
                 let read = file.read(block, into);
@@ -426,7 +455,7 @@ impl Crew {
                 told.tell(read.is_ok());
                 None
             }
-            Job::Write(WriteJob { file, block, bytes }, progress, pending) => {
+            CacheJob::Write(WriteJob { file, block, bytes }, progress, pending) => {
                 let (cpu, len) = (thread_cpu(), file.block_len(block));
                 let written = file.write(
                     block,
@@ -442,9 +471,9 @@ impl Crew {
                 let last = file.writes.fetch_sub(1, Ordering::Relaxed) == 1;
                 // While the load brings blocks, the queue is empty after nearly each of them.
                 let is_end = last && file.sources.load(Ordering::SeqCst) == 0;
-                (is_end || unsynced >= SYNCED).then_some(Job::Sync(file, progress, pending))
+                (is_end || unsynced >= SYNCED).then_some(CacheJob::Sync(file, progress, pending))
             }
-            Job::Sync(file, progress, _pending) => {
+            CacheJob::Sync(file, progress, _pending) => {
                 if file.unsynced.swap(0, Ordering::Relaxed) > 0 {
                     let cpu = thread_cpu();
                     let synced = file.entry.sync();
@@ -452,19 +481,19 @@ impl Crew {
                 }
                 None
             }
-            Job::Again(job) => self.ask_again(job),
+            CacheJob::Again(job) => self.ask_again(job),
         }
     }
 
     /// Asks for the next blocks that were dropped.
-    fn ask_again(&self, mut job: AgainJob) -> Option<Job> {
+    fn ask_again(&self, mut job: AgainJob) -> Option<CacheJob> {
         while let Some(first) = job.blocks.pop_front() {
             if self.stop.load(Ordering::Relaxed) || !job.file.is_writable() {
                 return None;
             }
             if self.pause.load(Ordering::Relaxed) {
                 job.blocks.push_front(first);
-                return Some(Job::Again(job));
+                return Some(CacheJob::Again(job));
             }
             let mut past = first + 1;
             while job.blocks.front() == Some(&past) && u64::from(past + 1 - first) * BLOCK <= AGAIN {
@@ -476,15 +505,15 @@ impl Crew {
                 return None;
             }
         }
-        let AgainJob { file, progress, _pending, .. } = job;
-        Some(Job::Sync(file, progress, _pending))
+        let is_much = job.file.unsynced.load(Ordering::SeqCst) >= SYNCED;
+        is_much.then(|| CacheJob::Sync(job.file.clone(), job.progress.clone(), job.progress.pending()))
     }
 
     /// Ends all work, and waits at most so long for the threads. Blocks that were to be written are dropped.
     pub(super) fn stop(&self, patience: Duration) {
         self.stop.store(true, Ordering::Relaxed);
         let left = lock(&self.jobs).take_all();
-        left.into_iter().for_each(Job::give_up);
+        left.into_iter().for_each(CacheJob::give_up);
         let until = Instant::now() + patience.min(LONGEST_WAIT);
         let mut jobs = lock(&self.jobs);
         while jobs.threads > 0 {
@@ -542,35 +571,39 @@ fn bytes_of(written: &Result<()>, file: &CachedFile, block: u32) -> u64 {
     }
 }
 
-impl Job {
+impl CacheJob {
     /// It is not done.
     fn give_up(self) {
         match self {
-            Job::Fetch(_, told) => told.tell(false),
-            Job::Write(WriteJob { file, block, .. }, progress, _pending) => {
+            CacheJob::Fetch(_, told) => told.tell(false),
+            CacheJob::Write(WriteJob { file, block, .. }, progress, _pending) => {
                 file.writes.fetch_sub(1, Ordering::Relaxed);
                 file.entry.release(block);
                 progress.has_dropped(file.block_len(block) as u64);
             }
-            Job::Sync(..) => {}
-            Job::Again(job) => job.progress.has_stopped("it was told to stop"),
+            CacheJob::Sync(..) => {}
+            CacheJob::Again(job) => job.progress.has_stopped("it was told to stop"),
         }
     }
 }
 
 impl Jobs {
     /// The next job of a thread.
-    fn next(&mut self, stop: bool) -> Option<Job> {
+    fn next(&mut self, stop: bool) -> Option<CacheJob> {
         let next = self.fetches.pop_front().or_else(|| self.others.pop_front());
-        if next.is_some() || stop || self.loads > 0 || self.asking_again {
+        if next.is_some() || stop || !self.may_ask() {
             return next;
         }
-        let again = self.again.pop_front();
-        self.asking_again = again.is_some();
-        again
+        self.asking_again += 1;
+        self.again.pop_front()
     }
 
-    fn take_all(&mut self) -> Vec<Job> {
+    /// Whether a thread more may ask for dropped blocks.
+    fn may_ask(&self) -> bool {
+        !self.again.is_empty() && self.loads == 0 && self.asking_again < MOST_ASKING
+    }
+
+    fn take_all(&mut self) -> Vec<CacheJob> {
         let Jobs { fetches, others, again, .. } = self;
         fetches.drain(..).chain(others.drain(..)).chain(again.drain(..)).collect()
     }
@@ -578,7 +611,7 @@ impl Jobs {
 
 /// Ends what the disk cache does after loads, and waits at most so long for its threads.
 pub(crate) fn stop_cache_work(patience: Duration) {
-    Crew::process().stop(patience);
+    CacheCrew::process().stop(patience);
 }
 
 /// A load through the cache that runs.
@@ -587,7 +620,7 @@ pub(super) struct CrewLoad(u32);
 
 impl Drop for CrewLoad {
     fn drop(&mut self) {
-        let crew = Crew::process();
+        let crew = CacheCrew::process();
         if crew.pid != self.0 {
             return; // counted in the process that this one was forked from
         }

@@ -26,7 +26,7 @@ pub(crate) const MOST_TAKEN_OVER: usize = 32;
 
 /// A block of a file of the load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct BlockId {
+pub(crate) struct CacheBlock {
     pub(crate) file: u32,
     pub(crate) block: u32,
 }
@@ -52,19 +52,19 @@ pub(crate) trait Carrier {
     /// Memory for a block. Its clones are the same memory, which is free when the last of them is gone.
     type Buffer: Clone;
     /// Claims a block that nobody has.
-    fn claim(&mut self, block: BlockId) -> Claimed;
+    fn claim(&mut self, block: CacheBlock) -> Claimed;
     /// Ends a claim of this load. The block is not there.
-    fn release(&mut self, block: BlockId);
+    fn release(&mut self, block: CacheBlock);
     /// Asks the server for a block. Its first byte is told by [`CacheFlow::arrived`], its end by [`CacheFlow::came`].
-    fn ask(&mut self, block: BlockId);
+    fn ask(&mut self, block: CacheBlock);
     /// The place of a block whose first byte is there.
-    fn land(&mut self, block: BlockId, buffer: &Self::Buffer);
+    fn land(&mut self, block: CacheBlock, buffer: &Self::Buffer);
     /// A free buffer, if there is one.
     fn buffer(&mut self) -> Option<Self::Buffer>;
     /// Reads a block from the disk. Its end is told by [`CacheFlow::fetched`].
-    fn fetch(&mut self, block: BlockId, buffer: Self::Buffer);
+    fn fetch(&mut self, block: CacheBlock, buffer: Self::Buffer);
     /// Has a block written, which ends the claim. False: there is no room for it, and nothing has happened.
-    fn write(&mut self, block: BlockId, buffer: Self::Buffer) -> bool;
+    fn write(&mut self, block: CacheBlock, buffer: Self::Buffer) -> bool;
     /// Copies a read out of its block to its place. The read is done.
     fn copy(&mut self, read: Ticket, buffer: &Self::Buffer);
     /// A read without a place has arrived.
@@ -112,11 +112,11 @@ struct AwaitedBlock<B> {
 /// The blocks that a load waits for.
 #[derive(Debug)]
 pub(crate) struct CacheFlow<C: Carrier> {
-    blocks: BTreeMap<BlockId, AwaitedBlock<C::Buffer>>,
+    blocks: BTreeMap<CacheBlock, AwaitedBlock<C::Buffer>>,
     /// The block of each read.
-    of_read: HashMap<Ticket, BlockId>,
+    of_read: HashMap<Ticket, CacheBlock>,
     /// Blocks that wait for a buffer.
-    wait: VecDeque<BlockId>,
+    wait: VecDeque<CacheBlock>,
     /// When each holder brought a block last, or its process did something.
     progress: HashMap<u32, Duration>,
     /// Holders that have brought nothing for a second, and nothing since.
@@ -143,25 +143,25 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// The block of a read that has not ended.
-    pub(crate) fn block_of(&self, read: Ticket) -> Option<BlockId> {
+    pub(crate) fn block_of(&self, read: Ticket) -> Option<CacheBlock> {
         self.of_read.get(&read).copied()
     }
 
     /// The reads that wait for a block.
-    pub(crate) fn reads_of(&self, block: BlockId) -> impl Iterator<Item = Ticket> + '_ {
+    pub(crate) fn reads_of(&self, block: CacheBlock) -> impl Iterator<Item = Ticket> + '_ {
         self.blocks.get(&block).into_iter().flat_map(|known| known.reads.iter().map(|waiter| waiter.read))
     }
 
     /// The blocks that other processes bring, in order: also those that this load brings in place of a silent holder, so that
     /// it sees when the holder goes on.
-    pub(crate) fn theirs(&self) -> impl Iterator<Item = BlockId> + '_ {
+    pub(crate) fn theirs(&self) -> impl Iterator<Item = CacheBlock> + '_ {
         let theirs =
             |known: &AwaitedBlock<_>| known.instead_of.is_some() || matches!(known.stage, Bringing::Theirs { .. });
         self.blocks.iter().filter(move |(_, known)| theirs(known)).map(|(block, _)| *block)
     }
 
     /// A read of a block.
-    pub(crate) fn submit(&mut self, now: Duration, read: Ticket, block: BlockId, has_place: bool, carrier: &mut C) {
+    pub(crate) fn submit(&mut self, now: Duration, read: Ticket, block: CacheBlock, has_place: bool, carrier: &mut C) {
         if self.cancelled {
             return carrier.fail(read, given_up());
         }
@@ -178,7 +178,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// Claims a block, and asks for it if that is for this load to do.
-    fn begin(&mut self, now: Duration, block: BlockId, carrier: &mut C) -> Bringing<C::Buffer> {
+    fn begin(&mut self, now: Duration, block: CacheBlock, carrier: &mut C) -> Bringing<C::Buffer> {
         match carrier.claim(block) {
             Claimed::There => {
                 self.wait.push_back(block);
@@ -193,7 +193,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// The first byte of a block is there.
-    pub(crate) fn arrived(&mut self, block: BlockId, carrier: &mut C) {
+    pub(crate) fn arrived(&mut self, block: CacheBlock, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         if let Bringing::Asked { ours } = known.stage {
             known.stage = Bringing::Arrived { ours };
@@ -203,7 +203,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// A block has come from the server, or has failed.
-    pub(crate) fn came(&mut self, block: BlockId, outcome: Result<(), Error>, carrier: &mut C) {
+    pub(crate) fn came(&mut self, block: CacheBlock, outcome: Result<(), Error>, carrier: &mut C) {
         let Some(mut known) = self.blocks.remove(&block) else { return };
         self.taken_over -= usize::from(known.instead_of.take().is_some());
         let (ours, buffer) = match known.stage {
@@ -235,7 +235,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// A block has been read from the disk, or could not be: then the server is asked.
-    pub(crate) fn fetched(&mut self, block: BlockId, is_read: bool, carrier: &mut C) {
+    pub(crate) fn fetched(&mut self, block: CacheBlock, is_read: bool, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let Bringing::Fetching { buffer } = &known.stage else { return };
         if is_read {
@@ -249,7 +249,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// The state of a block that another process brings, as it is now.
-    pub(crate) fn seen(&mut self, now: Duration, block: BlockId, state: Claimed, carrier: &mut C) {
+    pub(crate) fn seen(&mut self, now: Duration, block: CacheBlock, state: Claimed, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let Bringing::Theirs { holder, .. } = known.stage else {
             if let (Some(holder), Claimed::There) = (known.instead_of, state) {
@@ -339,7 +339,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// Tells the reads of a block that is here: those with a place have it, the others may ask for one.
-    fn serve(&mut self, block: BlockId, carrier: &mut C) {
+    fn serve(&mut self, block: CacheBlock, carrier: &mut C) {
         let known = self.blocks.get_mut(&block);
         let Some(AwaitedBlock { stage: Bringing::Here { .. }, reads, .. }) = known else { return };
         for waiter in reads.iter_mut().filter(|waiter| !waiter.has_place && !waiter.told) {
@@ -350,7 +350,7 @@ impl<C: Carrier> CacheFlow<C> {
     }
 
     /// Copies a block that is here to the reads that have their place.
-    fn copy(&mut self, block: BlockId, carrier: &mut C) {
+    fn copy(&mut self, block: CacheBlock, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
         let Bringing::Here { buffer } = &known.stage else { return };
         known.reads.retain(|waiter| {

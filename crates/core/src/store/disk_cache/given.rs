@@ -1,4 +1,4 @@
-//! What the cache gives to other nodes: objects by the names of their entries, and boards that say which blocks are there.
+//! Gifts of the cache to other nodes: objects by the names of their entries, and boards that say which blocks are there.
 
 use super::directory::Directory;
 use super::entry::{CacheEntry, OpenedEntry};

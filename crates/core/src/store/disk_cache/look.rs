@@ -1,8 +1,8 @@
 //! Looks at the blocks that other processes bring, every few milliseconds, on a thread that lives as long as there are some.
 
 use super::entry::process_of;
-use super::flow::{BlockId, Claimed};
-use super::source::{CachedFiles, Inbox, News};
+use super::flow::{CacheBlock, Claimed};
+use super::inbox::{CacheInbox, CacheNews, CachedFiles};
 use super::BlockState;
 use crate::machine::block_signals;
 use crate::sync::{lock, Builder, Condvar, JoinHandle, Mutex};
@@ -22,8 +22,8 @@ const QUIET: u32 = 16;
 const ALL: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Default)]
-struct Looked {
-    blocks: Vec<BlockId>,
+struct LookedAt {
+    blocks: Vec<CacheBlock>,
     runs: bool,
     closing: bool,
 }
@@ -32,18 +32,18 @@ struct Looked {
 #[derive(Debug)]
 pub(super) struct Looker {
     files: Arc<CachedFiles>,
-    inbox: Arc<Inbox>,
-    shared: Arc<(Mutex<Looked>, Condvar)>,
+    inbox: Arc<CacheInbox>,
+    shared: Arc<(Mutex<LookedAt>, Condvar)>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Looker {
-    pub(super) fn new(files: Arc<CachedFiles>, inbox: Arc<Inbox>) -> Looker {
+    pub(super) fn new(files: Arc<CachedFiles>, inbox: Arc<CacheInbox>) -> Looker {
         Looker { files, inbox, shared: Arc::default(), thread: None }
     }
 
     /// From now on these blocks are looked at.
-    pub(super) fn look_at(&mut self, blocks: impl Iterator<Item = BlockId>) {
+    pub(super) fn look_at(&mut self, blocks: impl Iterator<Item = CacheBlock>) {
         let mut looked = lock(&self.shared.0);
         looked.blocks.clear();
         looked.blocks.extend(blocks);
@@ -76,15 +76,15 @@ impl Looker {
 }
 
 /// Nobody looks any more: the blocks count as claimed by nobody, so that the load goes on without others.
-fn end(inbox: &Inbox, shared: &(Mutex<Looked>, Condvar)) {
+fn end(inbox: &CacheInbox, shared: &(Mutex<LookedAt>, Condvar)) {
     let mut looked = lock(&shared.0);
     looked.runs = false;
     let blocks = std::mem::take(&mut looked.blocks);
     drop(looked);
-    inbox.tell(blocks.into_iter().map(|block| News::Seen(block, Claimed::Missing)));
+    inbox.tell(blocks.into_iter().map(|block| CacheNews::Seen(block, Claimed::Missing)));
 }
 
-fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, Condvar)) {
+fn look(files: &CachedFiles, inbox: &CacheInbox, (shared, changed): &(Mutex<LookedAt>, Condvar)) {
     let (mut turn, mut quiet, mut told) = (0, 0, HashMap::new());
     let (mut claims, mut all) = (HashMap::new(), None::<Instant>);
     loop {
@@ -111,13 +111,13 @@ fn look(files: &CachedFiles, inbox: &Inbox, (shared, changed): &(Mutex<Looked>, 
     }
 }
 
-/// What is new of these blocks: those that are there now, and those whose claim is another one or gone.
+/// The news of these blocks: they are there now, or their claim is another one or gone.
 fn states(
     files: &CachedFiles,
-    blocks: &[BlockId],
+    blocks: &[CacheBlock],
     turn: &mut usize,
-    told: &mut HashMap<BlockId, Claimed>,
-) -> Vec<News> {
+    told: &mut HashMap<CacheBlock, Claimed>,
+) -> Vec<CacheNews> {
     let mut news = Vec::new();
     let mut left = Vec::new();
     for of_file in blocks.chunk_by(|a, b| a.file == b.file) {
@@ -126,7 +126,7 @@ fn states(
         let there = file.entry.there().unwrap_or_default();
         for &block in of_file {
             match is_within(&there, file.entry.range(block.block).start) {
-                true => news.push(News::Seen(block, Claimed::There)),
+                true => news.push(CacheNews::Seen(block, Claimed::There)),
                 false => left.push(block),
             }
         }
@@ -142,7 +142,7 @@ fn states(
             Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
         };
         if told.insert(block, state) != Some(state) || state == Claimed::Missing {
-            news.push(News::Seen(block, state));
+            news.push(CacheNews::Seen(block, state));
         }
     }
     news
@@ -152,18 +152,18 @@ fn states(
 /// somebody brought in place of its holder still has the holder's lock.
 fn alive(
     files: &CachedFiles,
-    told: &HashMap<BlockId, Claimed>,
-    claims: &mut HashMap<BlockId, u32>,
-) -> impl Iterator<Item = News> {
+    told: &HashMap<CacheBlock, Claimed>,
+    claims: &mut HashMap<CacheBlock, u32>,
+) -> impl Iterator<Item = CacheNews> {
     let mut now = HashMap::new();
     for (number, file) in (0..).zip(files.iter()) {
         // A map that cannot be read shows no process.
         let claimed = file.iter().flat_map(|file| file.entry.claimed().unwrap_or_default());
-        now.extend(claimed.map(|(block, holder)| (BlockId { file: number, block }, holder)));
+        now.extend(claimed.map(|(block, holder)| (CacheBlock { file: number, block }, holder)));
     }
     let before = std::mem::replace(claims, now);
     let mut processes: BTreeSet<u32> = BTreeSet::new();
-    let is_new = |(block, holder): &(&BlockId, &u32)| before.get(block) != Some(holder);
+    let is_new = |(block, holder): &(&CacheBlock, &u32)| before.get(block) != Some(holder);
     processes.extend(claims.iter().filter(is_new).map(|(_, holder)| process_of(*holder)));
     for (block, holder) in before.iter().filter(|(block, holder)| claims.get(block) != Some(holder)) {
         let Some(Some(file)) = files.get(block.file as usize) else { continue };
@@ -173,7 +173,7 @@ fn alive(
     }
     let holder = |state: &Claimed| if let Claimed::Theirs(holder) = state { Some(*holder) } else { None };
     let holders: BTreeSet<u32> = told.values().filter_map(holder).collect();
-    holders.into_iter().filter(move |holder| processes.contains(&process_of(*holder))).map(News::Alive)
+    holders.into_iter().filter(move |holder| processes.contains(&process_of(*holder))).map(CacheNews::Alive)
 }
 
 fn is_within(ranges: &[Range<u64>], at: u64) -> bool {

@@ -108,7 +108,7 @@ pub(super) fn blocks(size: u64) -> u32 {
     size.div_ceil(BLOCK) as u32
 }
 
-/// What a slot says of its block.
+/// The state of a block, as its slot has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Slot {
     /// Its bytes are not there.

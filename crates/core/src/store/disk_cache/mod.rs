@@ -20,6 +20,7 @@ mod entry;
 mod flow;
 mod folder;
 mod given;
+mod inbox;
 mod key;
 mod lock;
 mod look;

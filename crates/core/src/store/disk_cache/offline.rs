@@ -1,10 +1,16 @@
 //! The source in place of a server's, where no server may be asked: every read fails.
 
-use super::store::not_there;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::source::{Done, Progress, Read, Source};
 use crate::wake::Wake;
+use std::ops::Range;
 use std::os::fd::RawFd;
+
+/// The error of a load that may ask no server.
+pub(super) fn not_there(range: &Range<u64>) -> Error {
+    let text = "the disk cache does not have this, and offline=True asks no server";
+    Error::new(ErrorKind::NotFound, text).range(range.clone())
+}
 
 /// See above.
 pub(super) struct Unasked {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
 
-/// What the disk cache has done for a load so far.
+/// The work of the disk cache for a load, so far.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct CacheStatus {
     /// Bytes that came from the cache: those that other processes brought meanwhile are among them.
@@ -26,14 +26,14 @@ pub struct CacheStatus {
     pub seconds: f64,
     /// Nothing is left to do.
     pub finished: bool,
-    /// Why objects, or parts of them, are not cached; empty without a reason.
+    /// The reason for which objects, or parts of them, are not cached; empty without one.
     pub reason: String,
 }
 
 #[derive(Debug)]
 struct ProgressState {
     status: CacheStatus,
-    /// What is still to be done: jobs, and the load itself.
+    /// Number of jobs that are not done, and one for the load itself.
     pending: usize,
     ended: Option<Duration>,
 }
@@ -62,8 +62,13 @@ impl CacheProgress {
         })
     }
 
+    /// Whether this process began the load. In a forked child its work, and its lock, are the parent's.
+    pub(super) fn is_own(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
     fn count(&self, count: impl FnOnce(&mut CacheStatus)) {
-        if self.pid == std::process::id() {
+        if self.is_own() {
             count(&mut lock(&self.state).status);
         }
     }

@@ -4,8 +4,9 @@
 //! The decisions are in [`flow`](super::flow). A read that lies in two blocks (a parcel of ranks) is two reads there, whose bytes
 //! are put together in memory of its own. Longer reads, and objects that are not cached, go to the server's source as they are.
 
-use super::crew::{BlockBytes, BlockMemory, CachedFile, Crew, CrewLoad, InWriter, Told};
-use super::flow::{BlockId, CacheFlow, Carrier, Claimed};
+use super::crew::{BlockBuffer, BlockBytes, CacheCrew, CachedFile, CrewLoad, InWriter, Told};
+use super::flow::{CacheBlock, CacheFlow, Carrier, Claimed};
+use super::inbox::{CacheInbox, CacheNews, CachedFiles};
 use super::look::Looker;
 use super::progress::{CacheProgress, Pending};
 use super::{BlockState, BLOCK};
@@ -15,7 +16,7 @@ use crate::fallback::Fallback;
 use crate::source::{epoll, watch, Destination, Done, Progress, Read, Source, Touches};
 use crate::staging::{Ring, Share};
 use crate::store::object::Store;
-use crate::sync::{lock, Mutex};
+use crate::sync::lock;
 use crate::wake::Wake;
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -33,45 +34,6 @@ const OF_BLOCK: u64 = 1 << 63;
 /// Tickets of the two parts of a read have this bit; that of the second part has the next one too.
 const OF_PART: u64 = 1 << 61;
 const SECOND: u64 = 1 << 60;
-
-/// The objects of a load, by the number of their file; `None`: the object is not cached.
-pub(super) type CachedFiles = Vec<Option<Arc<CachedFile>>>;
-
-/// News for the source of a load from other threads.
-#[derive(Debug)]
-pub(super) enum News {
-    /// A block was read from the disk, or could not be.
-    Fetched(BlockId, bool),
-    /// The state of a block that another process brings.
-    Seen(BlockId, Claimed),
-    /// The process of this holder has claimed or brought other blocks.
-    Alive(u32),
-}
-
-/// Where other threads put them.
-#[derive(Debug)]
-pub(super) struct Inbox {
-    news: Mutex<Vec<News>>,
-    /// When the looker began to look last.
-    looked: Mutex<Option<Instant>>,
-    wake: Arc<Wake>,
-}
-
-impl Inbox {
-    pub(super) fn tell(&self, news: impl IntoIterator<Item = News>) {
-        lock(&self.news).extend(news);
-        self.wake.notify();
-    }
-
-    /// The same, by a look that began then.
-    pub(super) fn tell_of_look(&self, began: Instant, news: Vec<News>) {
-        let mut all = lock(&self.news);
-        all.extend(news);
-        *lock(&self.looked) = Some(began);
-        drop(all);
-        self.wake.notify();
-    }
-}
 
 /// The source.
 pub(super) struct CacheSource {
@@ -109,7 +71,7 @@ struct InTwo {
     lane: Lane,
 }
 
-/// What the flow needs done, done.
+/// The hands of the flow: they do what it says.
 struct Hands {
     inner: Box<dyn Source>,
     files: Arc<CachedFiles>,
@@ -121,19 +83,19 @@ struct Hands {
     held: Arc<AtomicUsize>,
     /// Blocks that the writer has.
     writing: Arc<AtomicUsize>,
-    inbox: Arc<Inbox>,
+    inbox: Arc<CacheInbox>,
     reads: HashMap<Ticket, Read>,
     in_two: HashMap<Ticket, InTwo>,
     /// Reads in two blocks that are complete and have no place yet. They count as blocks in memory.
     unplaced: usize,
     /// Memory of blocks that the writer has, or had.
-    in_writer: HashMap<BlockId, Weak<BlockMemory>>,
+    in_writer: HashMap<CacheBlock, Weak<BlockBuffer>>,
     /// The lanes of blocks that came by another one than the server's.
-    lanes: HashMap<BlockId, Lane>,
+    lanes: HashMap<CacheBlock, Lane>,
     /// Blocks to be asked of the server, for which its source had no room.
-    unsent: VecDeque<BlockId>,
-    dropped: Vec<BlockId>,
-    /// What is to be told at the next poll.
+    unsent: VecDeque<CacheBlock>,
+    dropped: Vec<CacheBlock>,
+    /// Events for the next poll.
     done: Vec<Progress>,
     /// Reads that went to the server's source as they are, and have not ended.
     passed: usize,
@@ -153,7 +115,7 @@ impl CacheSource {
         progress: &Arc<CacheProgress>,
     ) -> Result<CacheSource> {
         let most_buffers = ((staging / 4 / BLOCK) as usize).clamp(4, MOST_BUFFERS);
-        let inbox = Arc::new(Inbox { news: Mutex::default(), looked: Mutex::default(), wake: Arc::new(Wake::new()?) });
+        let inbox = Arc::new(CacheInbox::new(Arc::new(Wake::new()?)));
         let share = Ring::process().join(BLOCK, staging)?;
         let wake = epoll()?;
         for fd in [inner.wake(), inbox.wake.fd(), share.fd()] {
@@ -183,7 +145,7 @@ impl CacheSource {
             progress: progress.clone(),
             cancelled: false,
             _pending: progress.pending(),
-            _load: Crew::process().load_begins(),
+            _load: CacheCrew::process().load_begins(),
         };
         Ok(CacheSource {
             flow: CacheFlow::new(),
@@ -203,14 +165,14 @@ impl CacheSource {
     }
 
     /// The first and the last block of a read that goes through the flow.
-    fn blocks_of(&self, read: &Read) -> Option<(BlockId, BlockId)> {
+    fn blocks_of(&self, read: &Read) -> Option<(CacheBlock, CacheBlock)> {
         self.hands.files.get(read.file as usize)?.as_ref()?;
         let (first, last) = (read.offset / BLOCK, (read.offset + read.need.max(1) - 1) / BLOCK);
-        let id = |block: u64| BlockId { file: read.file, block: block as u32 };
+        let id = |block: u64| CacheBlock { file: read.file, block: block as u32 };
         (last - first < 2).then_some((id(first), id(last)))
     }
 
-    /// What the server's source has told.
+    /// Hears an event of the server's source.
     fn hear(&mut self, event: Progress) {
         let CacheSource { flow, hands, .. } = self;
         match event {
@@ -250,7 +212,7 @@ impl CacheSource {
         }
     }
 
-    /// What other threads have told.
+    /// Hears the news of other threads.
     fn hear_threads(&mut self) {
         let now = self.now();
         let CacheSource { flow, hands, heard, began, .. } = self;
@@ -262,14 +224,14 @@ impl CacheSource {
         drop(all);
         for one in news {
             match one {
-                News::Fetched(block, is_read) => {
+                CacheNews::Fetched(block, is_read) => {
                     if let Some(file) = hands.file(block).filter(|_| is_read) {
                         hands.progress.has_cached(file.block_len(block.block) as u64);
                     }
                     flow.fetched(block, is_read, hands);
                 }
-                News::Seen(block, state) => flow.seen(now, block, state, hands),
-                News::Alive(holder) => flow.is_alive(now, holder),
+                CacheNews::Seen(block, state) => flow.seen(now, block, state, hands),
+                CacheNews::Alive(holder) => flow.is_alive(now, holder),
             }
         }
     }
@@ -287,9 +249,9 @@ impl CacheSource {
     }
 }
 
-fn block_of(ticket: Ticket) -> Option<BlockId> {
+fn block_of(ticket: Ticket) -> Option<CacheBlock> {
     let number = ticket.0 & !OF_BLOCK;
-    (ticket.0 & OF_BLOCK != 0).then_some(BlockId { file: (number >> 32) as u32, block: number as u32 })
+    (ticket.0 & OF_BLOCK != 0).then_some(CacheBlock { file: (number >> 32) as u32, block: number as u32 })
 }
 
 /// Copies bytes to their places.
@@ -311,12 +273,12 @@ fn put(bytes: &[u8], into: &Destination) {
 }
 
 impl Hands {
-    fn file(&self, block: BlockId) -> Option<&Arc<CachedFile>> {
+    fn file(&self, block: CacheBlock) -> Option<&Arc<CachedFile>> {
         self.files.get(block.file as usize)?.as_ref()
     }
 
     /// The memory of a block that the writer has.
-    fn written(&self, block: BlockId) -> Option<Arc<BlockMemory>> {
+    fn written(&self, block: CacheBlock) -> Option<Arc<BlockBuffer>> {
         self.in_writer.get(&block)?.upgrade()
     }
 
@@ -345,7 +307,7 @@ impl Hands {
     }
 
     /// The lane by which a block came that is in this memory.
-    fn lane_of(&self, block: BlockId, buffer: &BlockMemory) -> Lane {
+    fn lane_of(&self, block: CacheBlock, buffer: &BlockBuffer) -> Lane {
         match buffer.is_from_disk() {
             true => Lane::DISK_CACHE,
             false => self.lanes.get(&block).copied().unwrap_or(Lane::NETWORK),
@@ -353,14 +315,14 @@ impl Hands {
     }
 
     /// Copies a part of a read in two blocks. With the second one it is complete.
-    fn copy_part(&mut self, part: Ticket, buffer: &BlockMemory) {
+    fn copy_part(&mut self, part: Ticket, buffer: &BlockBuffer) {
         let read = Ticket(part.0 & !(OF_PART | SECOND));
         let Some(InTwo { read: Read { file, offset, len, .. }, .. }) = self.in_two.get(&read) else { return };
         let at = (offset % BLOCK) as usize;
         let (first, len) = (BLOCK as usize - at, *len as usize);
         let (from, to) =
             if part.0 & SECOND == 0 { (at..BLOCK as usize, 0..first) } else { (0..len - first, first..len) };
-        let block = BlockId { file: *file, block: (*offset / BLOCK) as u32 + u32::from(part.0 & SECOND != 0) };
+        let block = CacheBlock { file: *file, block: (*offset / BLOCK) as u32 + u32::from(part.0 & SECOND != 0) };
         let lane = self.lane_of(block, buffer);
         let Some(in_two) = self.in_two.get_mut(&read) else { return };
         // SAFETY: the block is complete, and nobody writes to it.
@@ -398,9 +360,9 @@ impl Hands {
 }
 
 impl Carrier for Hands {
-    type Buffer = Arc<BlockMemory>;
+    type Buffer = Arc<BlockBuffer>;
 
-    fn claim(&mut self, block: BlockId) -> Claimed {
+    fn claim(&mut self, block: CacheBlock) -> Claimed {
         if self.written(block).is_some() {
             return Claimed::There;
         }
@@ -419,15 +381,15 @@ impl Carrier for Hands {
         }
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn release(&mut self, block: CacheBlock) {
         self.file(block).into_iter().for_each(|file| file.entry.release(block.block));
     }
 
-    fn ask(&mut self, block: BlockId) {
+    fn ask(&mut self, block: CacheBlock) {
         self.unsent.push_back(block);
     }
 
-    fn land(&mut self, block: BlockId, buffer: &Self::Buffer) {
+    fn land(&mut self, block: CacheBlock, buffer: &Self::Buffer) {
         let ticket = Ticket(OF_BLOCK | u64::from(block.file) << 32 | u64::from(block.block));
         let into = Destination::Memory(buffer.address());
         // A read that failed meanwhile says so itself.
@@ -439,25 +401,25 @@ impl Carrier for Hands {
             return None;
         }
         let lease = self.share.try_acquire().ok()??;
-        Some(BlockMemory::new(lease, &self.held, &self.inbox.wake))
+        Some(BlockBuffer::new(lease, &self.held, &self.inbox.wake))
     }
 
-    fn fetch(&mut self, block: BlockId, buffer: Self::Buffer) {
+    fn fetch(&mut self, block: CacheBlock, buffer: Self::Buffer) {
         let inbox = self.inbox.clone();
         if let (Some(memory), Some(file)) = (self.written(block), self.file(block)) {
             let len = file.block_len(block.block);
             // SAFETY: the writer's block is complete, and nobody else has the buffer.
             unsafe { buffer.bytes_mut(len).copy_from_slice(memory.bytes(len)) };
-            return inbox.tell([News::Fetched(block, true)]);
+            return inbox.tell([CacheNews::Fetched(block, true)]);
         }
-        let told = Told::new(move |is_read| inbox.tell([News::Fetched(block, is_read)]));
+        let told = Told::new(move |is_read| inbox.tell([CacheNews::Fetched(block, is_read)]));
         match self.file(block) {
-            Some(file) => Crew::process().fetch(file.clone(), block.block, buffer, told),
+            Some(file) => CacheCrew::process().fetch(file.clone(), block.block, buffer, told),
             None => drop(told),
         }
     }
 
-    fn write(&mut self, block: BlockId, buffer: Self::Buffer) -> bool {
+    fn write(&mut self, block: CacheBlock, buffer: Self::Buffer) -> bool {
         let Some(file) = self.file(block).cloned() else { return false };
         let bytes = file.block_len(block.block) as u64;
         if !file.is_writable() {
@@ -476,7 +438,7 @@ impl Carrier for Hands {
         }
         self.in_writer.insert(block, Arc::downgrade(&buffer));
         let bytes = BlockBytes::Memory(buffer, InWriter::of(&self.writing));
-        Crew::process().write(&file, block.block, bytes, &self.progress);
+        CacheCrew::process().write(&file, block.block, bytes, &self.progress);
         true
     }
 
@@ -490,7 +452,7 @@ impl Carrier for Hands {
         // SAFETY: the block is complete, and nobody writes to it.
         let bytes = unsafe { &buffer.bytes(at + len)[at..] };
         put(bytes, into);
-        let block = BlockId { file: *file, block: (*offset / BLOCK) as u32 };
+        let block = CacheBlock { file: *file, block: (*offset / BLOCK) as u32 };
         let lane = self.lane_of(block, buffer);
         let got = (len as u64).max(*need);
         self.end(read, Ok(got), lane, got);
@@ -626,19 +588,17 @@ impl Drop for CacheSource {
         looker.stop();
         let was_cancelled = hands.cancelled;
         flow.cancel(hands);
-        for file in hands.files.iter().flatten() {
-            Crew::process().load_ends(file, &hands.progress);
-        }
-        if was_cancelled || hands.of_dropped != OfDropped::AskedAgain {
-            return;
-        }
+        let asks_again = hands.of_dropped == OfDropped::AskedAgain && !was_cancelled;
         let mut of_file: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-        hands.dropped.drain(..).for_each(|BlockId { file, block }| of_file.entry(file).or_default().push(block));
+        hands.dropped.drain(..).for_each(|CacheBlock { file, block }| of_file.entry(file).or_default().push(block));
         for (number, mut blocks) in of_file {
             blocks.sort_unstable();
-            if let Some(Some(file)) = hands.files.get(number as usize) {
-                Crew::process().again(file.clone(), hands.store.clone(), blocks, &hands.progress);
+            if let Some(Some(file)) = hands.files.get(number as usize).filter(|_| asks_again) {
+                CacheCrew::process().again(file.clone(), hands.store.clone(), blocks, &hands.progress);
             }
+        }
+        for file in hands.files.iter().flatten() {
+            CacheCrew::process().load_ends(file, &hands.progress);
         }
     }
 }

@@ -4,10 +4,11 @@
 //! An object that the cache has whole is, for a load, a file of this machine: mapped, or read in any way that its disk
 //! allows. One that it has in part has two lanes.
 
-use super::crew::{BlockBytes, CachedFile, Crew};
-use super::offline::Unasked;
+use super::crew::{BlockBytes, CacheCrew, CachedFile};
+use super::inbox::CachedFiles;
+use super::offline::{not_there, Unasked};
 use super::progress::CacheProgress;
-use super::source::{CacheSource, CachedFiles, OfDropped};
+use super::source::{CacheSource, OfDropped};
 use super::{BlockState, CacheEntry, CacheFolder, CacheKey, DiskCacheSettings, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{FileLanes, Lane};
@@ -22,6 +23,7 @@ use crate::store::residency::Residency;
 use crate::store::stat::identity_of;
 use crate::store::version::{Identity, Version};
 use crate::sync::{lock, Mutex};
+use crate::way::Routing;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -113,7 +115,7 @@ impl CachedStore {
             let (own, range) = (entry.number(), entry.range(block));
             if matches!(entry.claim(block), Ok(BlockState::Claimed(holder)) if holder == own) {
                 let part = bytes[(range.start - start) as usize..(range.end - start) as usize].to_vec();
-                Crew::process().write(file, block, BlockBytes::Own(part), &self.small);
+                CacheCrew::process().write(file, block, BlockBytes::Own(part), &self.small);
             }
         }
     }
@@ -132,12 +134,6 @@ impl CachedStore {
         }
         Some(bytes)
     }
-}
-
-/// The error of a load that may ask no server.
-pub(super) fn not_there(range: &Range<u64>) -> Error {
-    let text = "the disk cache does not have this, and offline=True asks no server";
-    Error::new(ErrorKind::NotFound, text).range(range.clone())
 }
 
 impl Store for CachedStore {
@@ -400,9 +396,11 @@ impl Objects for CachedObjects {
         if self.all_whole() {
             return Ok(sources);
         }
+        // A block between two others that are asked for is there, or another process brings it.
+        let routing = Arc::new(Routing { gap: Some(0), ..Routing::clone(&request.routing) });
         let inner: Vec<LaneSource> = match self.offline {
             true => vec![LaneSource::of_all(Unasked::new()?)],
-            false => self.inner.clone().sources(request)?,
+            false => self.inner.clone().sources(&SourceRequest { routing, ..request.clone() })?,
         };
         for LaneSource { lanes, source } in inner {
             let (files, store) = (self.files.clone(), self.store.clone());

@@ -46,7 +46,7 @@ impl BoardMemory {
     }
 }
 
-/// What a mirror has of an object.
+/// The blocks of an object that a mirror has.
 struct Board {
     size: u64,
     bits: Vec<u8>,

@@ -50,7 +50,7 @@ pub struct CacheSettings {
     pub free: Option<u64>,
     /// A group may write to it.
     pub shared: bool,
-    /// What comes from it is compared with its checksums.
+    /// Bytes that come from it are compared with their checksums.
     pub verify: bool,
     /// Bytes that the disk did not take in time are left to the next load.
     pub forgets: bool,
@@ -357,8 +357,8 @@ settings! {
         /// `True`: blocks are compared with their CRC32C, and bad ones are fetched again. Files are not mapped then
         disk_cache_verify: Form::Flag, |s, text| s.cache.verify = flag(&text)?;
 
-        /// What becomes of bytes that came faster than the disk took them: "fetch" asks for them again after the load
-        /// (default), "forget" leaves them to the next load.
+        /// Bytes that came faster than the disk took them: "fetch" asks for them again after the load (default), "forget"
+        /// leaves them to the next load.
         ///
         /// of bytes that came faster than the disk takes them: `"fetch"` asks for them again after the load (default),
         /// `"forget"` leaves them to the next load

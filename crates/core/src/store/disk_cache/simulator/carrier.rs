@@ -1,6 +1,6 @@
 //! The hands of one process: they do what its flow says, and see whether it may say so.
 
-use super::super::flow::mutated::{BlockId, Carrier, Claimed};
+use super::super::flow::mutated::{CacheBlock, Carrier, Claimed};
 use super::super::flow::{MOST_TAKEN_OVER, PATIENCE};
 use super::case::{Case, ProcessSpec, Time, Writing};
 use super::disk::{Disk, Memory, Pool};
@@ -13,12 +13,12 @@ use std::rc::Rc;
 /// The call of the flow that runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Call {
-    Submit(BlockId),
+    Submit(CacheBlock),
     Arrived,
     /// A block has come, or has failed with this error.
-    Came(BlockId, Option<String>),
-    Fetched(BlockId, bool),
-    Seen(BlockId),
+    Came(CacheBlock, Option<String>),
+    Fetched(CacheBlock, bool),
+    Seen(CacheBlock),
     Tick,
     Landed,
     GiveBuffers,
@@ -74,9 +74,9 @@ pub(super) enum ReadAt {
 /// Work that a call leaves to the world.
 #[derive(Debug)]
 pub(super) enum Todo {
-    Ask(BlockId),
-    Land(BlockId, Rc<Memory>),
-    Fetch(BlockId, Rc<Memory>),
+    Ask(CacheBlock),
+    Land(CacheBlock, Rc<Memory>),
+    Fetch(CacheBlock, Rc<Memory>),
     Arrive(Ticket),
     Write,
     Ended(Ticket),
@@ -93,12 +93,12 @@ pub(super) struct Hands {
     answer: Option<Claimed>,
     /// The writer had no room in this call.
     refused: bool,
-    pub(super) blocks: BTreeMap<BlockId, Awaited>,
+    pub(super) blocks: BTreeMap<CacheBlock, Awaited>,
     pub(super) reads: Vec<ReadAt>,
     /// Reads that were submitted and have not ended.
     pub(super) unended: BTreeSet<usize>,
     /// Blocks that the writer has.
-    pub(super) writer: VecDeque<(BlockId, Rc<Memory>)>,
+    pub(super) writer: VecDeque<(CacheBlock, Rc<Memory>)>,
     /// Its disk is full, as it knows.
     pub(super) knows_full: bool,
     /// When a block of each holder came last.
@@ -156,13 +156,13 @@ impl Hands {
     }
 
     /// A block is somewhere else now.
-    pub(super) fn moves(&mut self, block: BlockId, at: At) {
+    pub(super) fn moves(&mut self, block: CacheBlock, at: At) {
         if let Some(awaited) = self.blocks.get_mut(&block) {
             awaited.at = at;
         }
     }
 
-    fn at(&self, block: BlockId) -> Option<At> {
+    fn at(&self, block: CacheBlock) -> Option<At> {
         self.blocks.get(&block).map(|awaited| awaited.at)
     }
 
@@ -177,7 +177,7 @@ impl Hands {
     }
 
     /// A look says this of a block, before the flow hears so.
-    pub(super) fn sees(&mut self, now: Time, block: BlockId, state: Claimed) {
+    pub(super) fn sees(&mut self, now: Time, block: CacheBlock, state: Claimed) {
         let Some(awaited) = self.blocks.get_mut(&block) else { return };
         let holder = match (awaited.at, awaited.instead_of) {
             (At::Theirs { holder, .. }, _) => holder,
@@ -211,7 +211,7 @@ impl Hands {
     }
 
     /// Blocks whose holders are silent.
-    pub(super) fn of_silent(&self) -> Vec<BlockId> {
+    pub(super) fn of_silent(&self) -> Vec<CacheBlock> {
         let silent = |at| matches!(at, At::Theirs { holder, since } if self.is_silent(holder, since));
         self.blocks.iter().filter(|(_, awaited)| silent(awaited.at)).map(|(block, _)| *block).collect()
     }
@@ -223,7 +223,7 @@ impl Hands {
     }
 
     /// Checks after a tick. `silent`: blocks whose holders were silent before it.
-    pub(super) fn after_tick(&mut self, silent: &[BlockId]) {
+    pub(super) fn after_tick(&mut self, silent: &[CacheBlock]) {
         let left = silent.iter().find(|block| matches!(self.at(**block), Some(At::Theirs { .. })));
         let Some(left) = left.copied() else { return };
         if self.asked_instead() < MOST_TAKEN_OVER {
@@ -236,7 +236,7 @@ impl Hands {
         self.fault.get_or_insert(format!("process {me}: {text}"));
     }
 
-    fn not_cancelled(&mut self, does: &str, block: BlockId) {
+    fn not_cancelled(&mut self, does: &str, block: CacheBlock) {
         if self.cancelled {
             self.wrong(format!("{does} {block:?} after it was cancelled"));
         }
@@ -248,7 +248,7 @@ impl Hands {
     }
 
     /// The writer has this block.
-    pub(super) fn writes(&self, block: BlockId) -> Option<&Rc<Memory>> {
+    pub(super) fn writes(&self, block: CacheBlock) -> Option<&Rc<Memory>> {
         self.writer.iter().find(|(it, _)| *it == block).map(|(_, buffer)| buffer)
     }
 
@@ -305,8 +305,8 @@ impl Hands {
     }
 
     /// The buffers in use have a reason. `held`: blocks whose buffers the server or the disk still fills.
-    pub(super) fn buffers_come_back(&mut self, held: &[BlockId]) {
-        let used: Vec<Option<BlockId>> = self.pool.borrow().used.values().copied().collect();
+    pub(super) fn buffers_come_back(&mut self, held: &[CacheBlock]) {
+        let used: Vec<Option<CacheBlock>> = self.pool.borrow().used.values().copied().collect();
         for block in used {
             let is_needed = block.is_some_and(|block| {
                 matches!(self.at(block), Some(At::Landing | At::Fetching | At::Here))
@@ -327,7 +327,7 @@ impl Hands {
 impl Carrier for Hands {
     type Buffer = Rc<Memory>;
 
-    fn claim(&mut self, block: BlockId) -> Claimed {
+    fn claim(&mut self, block: CacheBlock) -> Claimed {
         self.not_cancelled("claims", block);
         let awaits = self.blocks.get(&block).copied();
         let reads = match (&self.call, awaits) {
@@ -364,7 +364,7 @@ impl Carrier for Hands {
         answer
     }
 
-    fn release(&mut self, block: BlockId) {
+    fn release(&mut self, block: CacheBlock) {
         let may = match &self.call {
             Call::Came(it, None) => *it == block && self.refused,
             Call::Came(it, Some(_)) => *it == block,
@@ -379,7 +379,7 @@ impl Carrier for Hands {
         }
     }
 
-    fn ask(&mut self, block: BlockId) {
+    fn ask(&mut self, block: CacheBlock) {
         self.not_cancelled("asks for", block);
         let mut instead_of = None;
         let may = match (&self.call, self.at(block)) {
@@ -413,7 +413,7 @@ impl Carrier for Hands {
         self.todo.push(Todo::Ask(block));
     }
 
-    fn land(&mut self, block: BlockId, buffer: &Rc<Memory>) {
+    fn land(&mut self, block: CacheBlock, buffer: &Rc<Memory>) {
         self.not_cancelled("lands", block);
         if self.at(block) != Some(At::Arrived) || !buffer.is_for(block) {
             self.wrong(format!("lands {block:?}, which is {:?}, in a buffer of {:?}", self.at(block), buffer.block));
@@ -426,7 +426,7 @@ impl Carrier for Hands {
         Pool::take(&self.pool, super::case::BLOCK)
     }
 
-    fn fetch(&mut self, block: BlockId, buffer: Rc<Memory>) {
+    fn fetch(&mut self, block: CacheBlock, buffer: Rc<Memory>) {
         self.not_cancelled("fetches", block);
         // A block that the writer had may be lost, because the disk is full: then it cannot be read.
         let written = self.disk.borrow().written.contains_key(&block);
@@ -442,7 +442,7 @@ impl Carrier for Hands {
         self.todo.push(Todo::Fetch(block, buffer));
     }
 
-    fn write(&mut self, block: BlockId, buffer: Rc<Memory>) -> bool {
+    fn write(&mut self, block: CacheBlock, buffer: Rc<Memory>) -> bool {
         self.not_cancelled("writes", block);
         if self.call != Call::Came(block, None) || !buffer.has(&self.case.bytes(block)) {
             self.wrong(format!("writes {block:?} at {:?}", self.call));

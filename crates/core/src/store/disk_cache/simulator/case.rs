@@ -1,6 +1,6 @@
 //! The loads that a seed makes: their reads, their server, their disk, and the faults.
 
-use super::super::flow::mutated::BlockId;
+use super::super::flow::mutated::CacheBlock;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -34,7 +34,7 @@ impl Rng {
 /// A read of a load.
 #[derive(Debug, Clone)]
 pub(super) struct ReadSpec {
-    pub(super) block: BlockId,
+    pub(super) block: CacheBlock,
     /// Its bytes, within the block.
     pub(super) bytes: Range<usize>,
     pub(super) has_place: bool,
@@ -96,9 +96,9 @@ pub(super) struct Case {
     /// Bytes of each file.
     pub(super) files: Vec<usize>,
     /// Blocks that the disk has at the beginning.
-    pub(super) there: BTreeSet<BlockId>,
+    pub(super) there: BTreeSet<CacheBlock>,
     /// Blocks that the server never gives.
-    bad: BTreeSet<BlockId>,
+    bad: BTreeSet<CacheBlock>,
     /// Requests that fail: one in so many.
     failing: Option<u64>,
     /// Reads from the disk that fail: one in so many.
@@ -150,8 +150,9 @@ impl Case {
             .collect();
         let blocks = blocks_of(&files);
         let count = if crowd { 2 + rng.below(2) } else { 1 + rng.below(4) };
-        let some =
-            |rng: &mut Rng, n: u64| -> BTreeSet<BlockId> { blocks.iter().copied().filter(|_| rng.one_in(n)).collect() };
+        let some = |rng: &mut Rng, n: u64| -> BTreeSet<CacheBlock> {
+            blocks.iter().copied().filter(|_| rng.one_in(n)).collect()
+        };
         let there = if rng.one_in(3) { some(&mut rng, 2) } else { BTreeSet::new() };
         let fails = !calm && rng.one_in(3);
         let (bad, failing) = (fails && rng.one_in(2), fails && rng.one_in(2));
@@ -211,13 +212,13 @@ impl Case {
     }
 
     /// Random numbers for a duration of this block, the same in whatever order they are drawn.
-    pub(super) fn draw(&self, what: Drawn, block: BlockId, nth: u64) -> Rng {
+    pub(super) fn draw(&self, what: Drawn, block: CacheBlock, nth: u64) -> Rng {
         let block = u64::from(block.file) << 20 | u64::from(block.block);
         Rng(self.seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ (what as u64) << 56 ^ block << 28 ^ nth)
     }
 
     /// The n-th request of all for a block: the time to its first byte, and its end.
-    pub(super) fn request(&self, block: BlockId, process: usize, nth: u64) -> (Time, Fate) {
+    pub(super) fn request(&self, block: CacheBlock, process: usize, nth: u64) -> (Time, Fate) {
         let nth = nth << 4 | process as u64;
         let latency = self.latency / 2 + self.draw(Drawn::Latency, block, nth).below(self.latency);
         let mut rng = self.draw(Drawn::Fails, block, nth);
@@ -232,13 +233,13 @@ impl Case {
     }
 
     /// The n-th read of a block from the disk: its duration, and its success.
-    pub(super) fn disk_read(&self, block: BlockId, nth: u64) -> (Time, bool) {
+    pub(super) fn disk_read(&self, block: CacheBlock, nth: u64) -> (Time, bool) {
         let time = self.disk_read / 2 + self.draw(Drawn::DiskRead, block, nth).below(self.disk_read);
         (time, !self.unreadable.is_some_and(|n| self.draw(Drawn::Unreadable, block, nth).one_in(n)))
     }
 
     /// The bytes of a block.
-    pub(super) fn bytes(&self, block: BlockId) -> Vec<u8> {
+    pub(super) fn bytes(&self, block: CacheBlock) -> Vec<u8> {
         let start = block.block as usize * BLOCK;
         let end = (start + BLOCK).min(self.files[block.file as usize]);
         (start..end).map(|at| byte_of_file(block.file, at as u64)).collect()
@@ -258,8 +259,9 @@ fn stop(rng: &mut Rng) -> Option<Time> {
     }
 }
 
-fn blocks_of(files: &[usize]) -> Vec<BlockId> {
-    let blocks = |file: u32, bytes: usize| (0..bytes.div_ceil(BLOCK) as u32).map(move |block| BlockId { file, block });
+fn blocks_of(files: &[usize]) -> Vec<CacheBlock> {
+    let blocks =
+        |file: u32, bytes: usize| (0..bytes.div_ceil(BLOCK) as u32).map(move |block| CacheBlock { file, block });
     (0..).zip(files).flat_map(|(file, bytes)| blocks(file, *bytes)).collect()
 }
 

@@ -1,6 +1,6 @@
 //! The disk that the processes share, and the buffers of each.
 
-use super::super::flow::mutated::{BlockId, Claimed};
+use super::super::flow::mutated::{CacheBlock, Claimed};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -11,19 +11,19 @@ const POISON: u8 = 0xee;
 /// The blocks and the claims of a folder.
 #[derive(Debug, Default)]
 pub(super) struct Disk {
-    pub(super) written: BTreeMap<BlockId, Vec<u8>>,
+    pub(super) written: BTreeMap<CacheBlock, Vec<u8>>,
     /// The holders of claims.
-    pub(super) claims: BTreeMap<BlockId, u32>,
+    pub(super) claims: BTreeMap<CacheBlock, u32>,
     pub(super) full: bool,
     /// How often each block was asked of the server, by all processes.
-    pub(super) asked: BTreeMap<BlockId, u64>,
+    pub(super) asked: BTreeMap<CacheBlock, u64>,
     /// Something has failed, was dropped or stopped: a block may be asked for twice.
     pub(super) disturbed: bool,
 }
 
 impl Disk {
     /// An answer to a look.
-    pub(super) fn state(&self, block: BlockId) -> Claimed {
+    pub(super) fn state(&self, block: CacheBlock) -> Claimed {
         match self.claims.get(&block) {
             _ if self.written.contains_key(&block) => Claimed::There,
             Some(&holder) => Claimed::Theirs(holder),
@@ -32,7 +32,7 @@ impl Disk {
     }
 
     /// Ends a claim, if this process has it.
-    pub(super) fn unclaim(&mut self, block: BlockId, holder: u32) -> bool {
+    pub(super) fn unclaim(&mut self, block: CacheBlock, holder: u32) -> bool {
         let is_held = self.claims.get(&block) == Some(&holder);
         if is_held {
             self.claims.remove(&block);
@@ -45,7 +45,7 @@ impl Disk {
 #[derive(Debug)]
 pub(super) struct Pool {
     pub(super) free: usize,
-    pub(super) used: BTreeMap<usize, Option<BlockId>>,
+    pub(super) used: BTreeMap<usize, Option<CacheBlock>>,
     next: usize,
 }
 
@@ -71,13 +71,13 @@ impl Pool {
 pub(super) struct Memory {
     pool: Rc<RefCell<Pool>>,
     number: usize,
-    pub(super) block: Cell<Option<BlockId>>,
+    pub(super) block: Cell<Option<CacheBlock>>,
     pub(super) bytes: RefCell<Vec<u8>>,
 }
 
 impl Memory {
     /// Gives it a block. False: it has one.
-    pub(super) fn is_for(&self, block: BlockId) -> bool {
+    pub(super) fn is_for(&self, block: CacheBlock) -> bool {
         self.pool.borrow_mut().used.insert(self.number, Some(block));
         self.block.replace(Some(block)).is_none()
     }

@@ -1,6 +1,6 @@
 //! Virtual time: the server, the disk's threads, the engines, the lookers, and the faults.
 
-use super::super::flow::mutated::{BlockId, CacheFlow, Claimed};
+use super::super::flow::mutated::{CacheBlock, CacheFlow, Claimed};
 use super::carrier::{At, Call, Hands, ReadAt, Todo};
 use super::case::{Case, Drawn, Fate, Incident, Time, Writing, MS};
 use super::disk::{Disk, Memory};
@@ -23,14 +23,14 @@ enum Event {
     Lands(Ticket),
     FreesSlab,
     /// The server has the first byte of a block. The number is that of the request.
-    Answers(BlockId, u64),
+    Answers(CacheBlock, u64),
     /// A request ends.
-    Comes(BlockId, u64),
-    Fetched(BlockId, u64),
+    Comes(CacheBlock, u64),
+    Fetched(CacheBlock, u64),
     Written,
     Looks,
     /// Answers to a look.
-    Sees(Vec<(BlockId, Claimed)>),
+    Sees(Vec<(CacheBlock, Claimed)>),
     Resumes,
 }
 
@@ -51,7 +51,7 @@ struct Request {
 
 /// A read from the disk.
 struct DiskRead {
-    block: BlockId,
+    block: CacheBlock,
     number: u64,
     succeeds: bool,
     _buffer: Rc<Memory>,
@@ -70,7 +70,7 @@ struct Process {
     slabs: usize,
     has_slab: Vec<bool>,
     wants_slab: VecDeque<Ticket>,
-    requests: BTreeMap<BlockId, Request>,
+    requests: BTreeMap<CacheBlock, Request>,
     fetches: Vec<DiskRead>,
     /// The writer works.
     writes: bool,
@@ -259,7 +259,7 @@ impl World {
 
     fn draw(&self, me: usize, what: Drawn) -> super::case::Rng {
         let process = &self.processes[me];
-        let block = BlockId { file: me as u32, block: process.next as u32 };
+        let block = CacheBlock { file: me as u32, block: process.next as u32 };
         self.case.draw(what, block, process.hands.unended.len() as u64)
     }
 
@@ -272,7 +272,7 @@ impl World {
             self.does(me, todo);
         }
         let process = &mut self.processes[me];
-        let mut held: Vec<BlockId> = process.fetches.iter().map(|read| read.block).collect();
+        let mut held: Vec<CacheBlock> = process.fetches.iter().map(|read| read.block).collect();
         held.extend(process.requests.iter().filter(|(_, request)| request.buffer.is_some()).map(|(block, _)| *block));
         process.hands.buffers_come_back(&held);
         process.hands.after_call().map_err(|fault| format!("{fault}; at {} ms, in {call:?}", self.now / MS))?;
@@ -386,7 +386,7 @@ impl World {
         }
     }
 
-    fn answers(&mut self, me: usize, block: BlockId, number: u64) -> Check {
+    fn answers(&mut self, me: usize, block: CacheBlock, number: u64) -> Check {
         let process = &mut self.processes[me];
         let Some(request) = process.requests.get(&block).filter(|request| request.number == number) else {
             return Ok(());
@@ -399,7 +399,7 @@ impl World {
         self.call(me, Call::Arrived, |flow, hands, _| flow.arrived(block, hands))
     }
 
-    fn comes(&mut self, me: usize, block: BlockId, number: u64) -> Check {
+    fn comes(&mut self, me: usize, block: CacheBlock, number: u64) -> Check {
         let process = &mut self.processes[me];
         if process.requests.get(&block).is_none_or(|request| request.number != number) {
             return Ok(());
@@ -417,7 +417,7 @@ impl World {
         self.call(me, Call::Came(block, Some(text)), |flow, hands, _| flow.came(block, Err(error), hands))
     }
 
-    fn fetched(&mut self, me: usize, block: BlockId, number: u64) -> Check {
+    fn fetched(&mut self, me: usize, block: CacheBlock, number: u64) -> Check {
         let fetches = &mut self.processes[me].fetches;
         let Some(at) = fetches.iter().position(|read| read.number == number) else { return Ok(()) };
         let DiskRead { succeeds, .. } = fetches.swap_remove(at);
@@ -465,7 +465,7 @@ impl World {
         self.call(me, Call::GiveBuffers, |flow, hands, _| flow.give_buffers(hands))
     }
 
-    fn sees(&mut self, me: usize, seen: Vec<(BlockId, Claimed)>) -> Check {
+    fn sees(&mut self, me: usize, seen: Vec<(CacheBlock, Claimed)>) -> Check {
         for (block, state) in seen {
             let before = self.processes[me].hands.blocks.get(&block).map(|awaited| awaited.at);
             self.processes[me].hands.sees(self.now, block, state);
