@@ -266,7 +266,12 @@ impl<C: Carrier> CacheFlow<C> {
                 self.is_alive(now, holder);
                 self.give_buffers(carrier);
             }
-            Claimed::Ours | Claimed::Missing | Claimed::Unshared => {
+            // Nobody can look at it any more.
+            Claimed::Unshared => {
+                known.stage = Bringing::Asked { ours: false };
+                carrier.ask(block);
+            }
+            Claimed::Ours | Claimed::Missing => {
                 // Its holder is gone, or has dropped it.
                 let stage = self.begin(now, block, carrier);
                 if let Some(known) = self.blocks.get_mut(&block) {

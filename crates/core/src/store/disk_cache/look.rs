@@ -75,13 +75,13 @@ impl Looker {
     }
 }
 
-/// Nobody looks any more: the blocks count as claimed by nobody, so that the load goes on without others.
+/// Nobody looks any more: the load goes on without others.
 fn end(inbox: &CacheInbox, shared: &(Mutex<LookedAt>, Condvar)) {
     let mut looked = lock(&shared.0);
     looked.runs = false;
     let blocks = std::mem::take(&mut looked.blocks);
     drop(looked);
-    inbox.tell(blocks.into_iter().map(|block| CacheNews::Seen(block, Claimed::Missing)));
+    inbox.tell(blocks.into_iter().map(|block| CacheNews::Seen(block, Claimed::Unshared)));
 }
 
 fn look(files: &CachedFiles, inbox: &CacheInbox, (shared, changed): &(Mutex<LookedAt>, Condvar)) {

@@ -215,7 +215,7 @@ impl CacheSource {
     /// Hears the news of other threads.
     fn hear_threads(&mut self) {
         let now = self.now();
-        let CacheSource { flow, hands, heard, began, .. } = self;
+        let CacheSource { flow, hands, heard, began, is_new, .. } = self;
         let mut all = lock(&hands.inbox.news);
         let news = std::mem::take(&mut *all);
         if let Some(at) = *lock(&hands.inbox.looked) {
@@ -230,7 +230,10 @@ impl CacheSource {
                     }
                     flow.fetched(block, is_read, hands);
                 }
-                CacheNews::Seen(block, state) => flow.seen(now, block, state, hands),
+                CacheNews::Seen(block, state) => {
+                    flow.seen(now, block, state, hands);
+                    *is_new |= state == Claimed::Missing;
+                }
                 CacheNews::Alive(holder) => flow.is_alive(now, holder),
             }
         }
