@@ -149,8 +149,8 @@ class Storage(TypedDict, total=False):
     """True: what comes from the disk cache is compared with its checksums, and bad bytes are fetched again."""
 
     disk_cache_dropped: Literal["fetch", "forget"] | None
-    """What becomes of bytes that came faster than the disk took them: "fetch" asks for them again after the load
-    (default), "forget" leaves them to the next load."""
+    """Bytes that came faster than the disk took them: "fetch" asks for them again after the load (default), "forget"
+    leaves them to the next load."""
 
     mirrors: Sequence[str] | str | None
     """Addresses of other nodes that run ``penstock serve --disk-cache``, such as ["http://node-a:8080"]: what they have

@@ -6,8 +6,10 @@
 //! object it also has a board: a bit for each block that is there. Nodes that load at the same time begin at different blocks,
 //! and look at each other's boards while they go on.
 
+mod names;
 mod source;
 
+pub use self::names::{board_etag, board_size, mirrored_etag, BOARD, MIRRORED};
 use self::source::{MirrorLink, MirrorSource};
 use super::disk_cache::{CacheKey, BLOCK};
 use super::facts::Facts;
@@ -23,26 +25,6 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
-
-/// The path of objects on a mirror.
-pub const MIRRORED: &str = "cache";
-/// The end of a board's name.
-pub const BOARD: &str = ".blocks";
-
-/// The ETag of the object of this name on a mirror.
-pub fn mirrored_etag(id: &str) -> String {
-    format!("\"{id}\"")
-}
-
-/// The ETag of its board, whatever its bits are.
-pub fn board_etag(id: &str) -> String {
-    format!("\"{id}{BOARD}\"")
-}
-
-/// Bytes of the board of an object of this size.
-pub fn board_size(size: u64) -> u64 {
-    size.div_ceil(BLOCK).div_ceil(8)
-}
 
 /// A store whose objects mirrors may have.
 #[derive(Debug)]

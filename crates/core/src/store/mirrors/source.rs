@@ -6,7 +6,7 @@
 //! - A mirror that fails, or takes too long, is left for the rest of the load. Its reads are asked of others. What it had brought
 //!   of them is brought again.
 
-use super::board_size;
+use super::names::board_size;
 use crate::error::Result;
 use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;

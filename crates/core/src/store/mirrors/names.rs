@@ -1,0 +1,23 @@
+//! The names of objects and boards on a mirror: its server and its clients agree on them.
+
+use crate::store::disk_cache::BLOCK;
+
+/// The path of objects on a mirror.
+pub const MIRRORED: &str = "cache";
+/// The end of a board's name.
+pub const BOARD: &str = ".blocks";
+
+/// The ETag of the object of this name on a mirror.
+pub fn mirrored_etag(id: &str) -> String {
+    format!("\"{id}\"")
+}
+
+/// The ETag of its board, whatever its bits are.
+pub fn board_etag(id: &str) -> String {
+    format!("\"{id}{BOARD}\"")
+}
+
+/// Bytes of the board of an object of this size.
+pub fn board_size(size: u64) -> u64 {
+    size.div_ceil(BLOCK).div_ceil(8)
+}
