@@ -143,7 +143,7 @@ def _all_below(place: str, storage: Storage) -> _Files:
         address: Callable[[str], str] = hub.address
     elif is_web(place):
         folder = place.removesuffix("/")
-        address = f"{folder}/{{}}".format
+        address = f"{folder}/".__add__
 
         def names(within: str) -> list[str]:
             return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage, folders=True)
@@ -151,7 +151,7 @@ def _all_below(place: str, storage: Storage) -> _Files:
     else:
         if not Path(place).is_dir():
             raise NotFoundError("there is no such folder", path=place)
-        address = f"{place}/{{}}".format
+        address = f"{place}/".__add__
 
         def names(within: str) -> list[str]:
             with os.scandir(Path(place, within)) as found:

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace, say: Callable[[dict[str, Any], str], None]) ->
             document = {"folder": args.path, "address": address, "token": token is not None}
             say(document, f"serving {args.path} at {address}/")
             while True:
-                signal.pause()
+                # Not pause(): a signal that comes just before it would not end it
+                time.sleep(0.2)
         finally:
             server.stop()
     except (KeyboardInterrupt, _Terminated):

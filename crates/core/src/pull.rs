@@ -325,9 +325,7 @@ impl<'p> Copying<'p> {
             self.submit()?;
             self.source.flush()?;
             self.source.poll(&mut events)?;
-            if !events.is_empty() {
-                moved = Instant::now();
-            }
+            let has_moved = !events.is_empty();
             for event in events.drain(..) {
                 match event {
                     Progress::Done(done) => {
@@ -340,6 +338,10 @@ impl<'p> Copying<'p> {
                 }
             }
             self.count_received();
+            // Writing what came may take longer than the next bytes.
+            if has_moved {
+                moved = Instant::now();
+            }
             let now = self.cached_bytes();
             if now != progress {
                 (progress, moved) = (now, Instant::now());
@@ -353,9 +355,15 @@ impl<'p> Copying<'p> {
         self.check_cached()
     }
 
+    /// Blocks that came before the ones that are written next. The reads of these are in flight.
+    fn early(&self) -> usize {
+        self.targets.values().map(|target| target.early.len()).sum()
+    }
+
     /// Asks for as many blocks as there is room for.
     fn submit(&mut self) -> Result<()> {
-        while let Some(&(file, block)) = self.queue.front().filter(|_| self.in_flight.len() < MOST_READS) {
+        while let Some(&(file, block)) = self.queue.front().filter(|_| self.in_flight.len() + self.early() < MOST_READS)
+        {
             let (len, lane) = (self.len(file, block), self.lanes[file as usize]);
             let buffer = match self.wanted[file as usize].into {
                 Some(_) => Some(self.free.pop().map_or_else(|| Anonymous::new(BLOCK).map(Arc::new), Ok)?),

@@ -2,6 +2,7 @@
 
 use crate::errors::detached;
 use crate::guard::{answer, guarded, perform, Answer, Held};
+use crate::storage::stores_of;
 use crate::waiting::time_of;
 use penstock::store::is_disk_cache;
 use penstock_serve::served::Served;
@@ -44,9 +45,10 @@ impl Server {
                 most_connections,
                 ..Settings::default()
             };
+            let shared = stores_of(py, None, None)?.shares_disk_cache();
             let server = detached(py, || {
                 let served: Arc<dyn Served> = match is_disk_cache(&folder) {
-                    true => Arc::new(Cache::open(&folder)?),
+                    true => Arc::new(Cache::open(&folder, shared)?),
                     false => Arc::new(Folder::open(&folder)?),
                 };
                 penstock_serve::Server::start(served, settings)

@@ -20,13 +20,13 @@ use std::sync::Arc;
 pub struct Cache(Arc<CacheFolder>);
 
 impl Cache {
-    /// Opens the cache in this folder.
+    /// Opens the cache in this folder. `shared`: its group may write to it.
     ///
     /// # Errors
     /// The errors of [`CacheFolder::open`].
-    pub fn open(folder: &Path) -> Result<Cache> {
+    pub fn open(folder: &Path, shared: bool) -> Result<Cache> {
         let (folder, verify, refetch) = (folder.to_path_buf(), false, false);
-        let settings = DiskCacheSettings { folder, size: None, free: None, shared: false, verify, refetch };
+        let settings = DiskCacheSettings { folder, size: None, free: None, shared, verify, refetch };
         CacheFolder::open(&settings).map(Cache)
     }
 }

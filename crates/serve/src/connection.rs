@@ -337,8 +337,14 @@ impl Body {
         let (into, at) = (&mut output[filled..], i64::try_from(self.at).map_err(|_| ErrorKind::InvalidInput)?);
         // SAFETY: the memory is borrowed for the call, and has `count` bytes.
         let read = unsafe { libc::pread64(self.object.descriptor().as_raw_fd(), into.as_mut_ptr().cast(), count, at) };
-        let read = usize::try_from(read).map_err(|_| io::Error::last_os_error())?;
-        output.truncate(filled + read);
+        let read = usize::try_from(read).map_err(|_| io::Error::last_os_error());
+        output.truncate(filled + *read.as_ref().unwrap_or(&0));
+        // Here these mean nothing about the client's socket.
+        let never = |e: io::Error| match e.kind() {
+            ErrorKind::Interrupted | ErrorKind::WouldBlock => io::Error::other(e),
+            _ => e,
+        };
+        let read = read.map_err(never)?;
         self.at += read as u64;
         Ok(read > 0 && self.object.is_unchanged())
     }

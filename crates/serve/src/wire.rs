@@ -43,6 +43,11 @@ impl Wire {
                 Err(e) if e.kind() == ErrorKind::UnexpectedEof => return Ok(0),
                 done => return done,
             }
+            // What TLS itself has to say goes first: its peer may wait for it before it sends anything.
+            match flush(tls, &self.socket) {
+                Err(e) if e.kind() != ErrorKind::WouldBlock => return Err(e),
+                _ => {}
+            }
             tls.read_tls(&mut &self.socket)?;
             let understood = tls.process_new_packets();
             match flush(tls, &self.socket) {

@@ -73,6 +73,12 @@ impl Stores {
         self.clone()
     }
 
+    /// Whether a disk cache of these settings takes a folder that its group may write to.
+    #[cfg(feature = "remote")]
+    pub fn shares_disk_cache(&self) -> bool {
+        self.settings.cache.shared
+    }
+
     /// The settings of the disk cache in front of these stores, if there is one.
     #[cfg(feature = "remote")]
     pub fn disk_cache(&self) -> Option<DiskCacheSettings> {

@@ -333,6 +333,16 @@ impl CacheEntry {
         held(&self.map, u64::from(block)..u64::from(block) + 1).is_ok_and(|held| held.is_some())
     }
 
+    /// The CRC32C of each block; `None`: it is not there.
+    pub(super) fn checksums(&self) -> Result<Vec<Option<u32>>> {
+        let mut found = Vec::with_capacity(self.blocks() as usize);
+        self.each_slot(0..self.blocks(), |_, slot| {
+            found.push(slot.crc());
+            true
+        })?;
+        Ok(found)
+    }
+
     /// The state of a block. A claim whose lock is gone is none.
     pub(crate) fn state(&self, block: u32) -> Result<BlockState> {
         Ok(self.states(block..block + 1)?[0])
@@ -636,11 +646,11 @@ impl CacheEntry {
             // A direct read ends at a page, or at the end of the file.
             let pages = len.next_multiple_of(PAGE as usize);
             let read = direct.as_ref().map(|direct| read_up_to(direct, &mut all[..pages], range.start));
-            if !matches!(read, Some(Ok(got)) if got >= len) {
-                self.read(range.clone(), &mut all[..len])?;
-            }
+            let is_read = matches!(read, Some(Ok(got)) if got >= len);
+            // A block that the disk does not give is as bad as one with other bytes.
+            let is_lost = !is_read && self.read(range.clone(), &mut all[..len]).is_err();
             compared += len as u64;
-            if crc32c::crc32c(&all[..len]) != crc {
+            if is_lost || crc32c::crc32c(&all[..len]) != crc {
                 if forget {
                     self.forget(block)?;
                 }

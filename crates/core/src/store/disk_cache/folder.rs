@@ -324,7 +324,11 @@ fn check_file_system(file: &File, path: &Path, whole: bool) -> Result<()> {
 /// The marker of a cache of this format, and whether it may be written; `None`: the folder is empty.
 fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
     let path = root.path().join(MARKER);
-    if let Some((marker, _, writable)) = root.open(MARKER, true)? {
+    if let Some((marker, found, writable)) = root.open(MARKER, true)? {
+        // A loss of power can leave it empty: then it is made again.
+        if found.len() == 0 {
+            return Ok(None);
+        }
         let bytes = root.read(MARKER, 4096)?.unwrap_or_default();
         let format = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_prefix(MARKED)).map(str::trim_end);
         return match format {

@@ -4,7 +4,6 @@ use super::directory::Directory;
 use super::entry::{CacheEntry, OpenedEntry};
 use super::folder::{CacheFolder, MARKER, OBJECTS};
 use super::key::is_object_id;
-use super::BLOCK;
 use crate::error::Result;
 use std::fs::File;
 use std::ops::Range;
@@ -28,7 +27,10 @@ impl CacheFolder {
         let folder: Option<Directory> = if is_object_id(id) { self.below(OBJECTS, id, false)? } else { None };
         let Some(folder) = folder else { return Ok(None) };
         match CacheEntry::open(&folder, id, self.is_writable())? {
-            OpenedEntry::Entry(entry) => Ok(Some(GivenObject(entry))),
+            OpenedEntry::Entry(entry) => {
+                entry.touch();
+                Ok(Some(GivenObject(entry)))
+            }
             _ => Ok(None),
         }
     }
@@ -55,14 +57,16 @@ impl GivenObject {
         }
     }
 
-    /// A bit for each block, from the lowest one of the first byte on: the block is there.
+    /// A bit for each block, from the lowest one of the first byte on: the block is there. Then the CRC32C of each block,
+    /// little-endian.
     pub fn board(&self) -> Vec<u8> {
-        let mut bits = vec![0; self.size().div_ceil(BLOCK).div_ceil(8) as usize];
-        for range in self.0.there().unwrap_or_default() {
-            for block in range.start / BLOCK..range.end.div_ceil(BLOCK) {
-                bits[(block / 8) as usize] |= 1 << (block % 8);
-            }
+        let sums = self.0.checksums().unwrap_or_default();
+        let mut bits = vec![0; self.0.blocks().div_ceil(8) as usize];
+        for (block, _) in sums.iter().enumerate().filter(|(_, sum)| sum.is_some()) {
+            bits[block / 8] |= 1 << (block % 8);
         }
+        let sums = (0..self.0.blocks() as usize).map(|block| sums.get(block).copied().flatten().unwrap_or_default());
+        bits.extend(sums.flat_map(u32::to_le_bytes));
         bits
     }
 }

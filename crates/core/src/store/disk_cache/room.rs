@@ -15,6 +15,9 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
+/// Looks at the free bytes after an eviction, and the time between two.
+const LOOKS: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(5);
 /// The most bytes that stay free without a setting.
 const FREE: u64 = 20 << 30;
 
@@ -102,16 +105,31 @@ impl CacheFolder {
             return Ok(lacking == 0);
         }
         self.remove_leftovers()?;
-        // The bytes of a removed file may be free only a moment later.
         for one in self.evictable()? {
             if lacking == 0 {
                 break;
             }
+            let before = self.room()?.free;
             if self.evict(&one.id)? {
+                // A file that a program has mapped keeps its bytes until that program ends. To evict more would not help.
+                if !self.is_freed(before.saturating_add(one.disk / 2))? {
+                    return Ok(self.lacking(bytes)? == 0);
+                }
                 lacking = lacking.saturating_sub(one.disk);
             }
         }
         Ok(lacking == 0)
+    }
+
+    /// Whether so many bytes of the file system are free: the ones of a removed file may be only a moment later.
+    fn is_freed(&self, wanted: u64) -> Result<bool> {
+        for _ in 0..LOOKS {
+            if self.room()?.free >= wanted {
+                return Ok(true);
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(false)
     }
 
     /// Bytes that are to be evicted before so many more fit.

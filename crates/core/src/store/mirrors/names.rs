@@ -17,7 +17,12 @@ pub fn board_etag(id: &str) -> String {
     format!("\"{id}{BOARD}\"")
 }
 
-/// Bytes of the board of an object of this size.
+/// Bytes of the board of an object of this size: a bit for each block, then the CRC32C of each block (little-endian).
 pub fn board_size(size: u64) -> u64 {
+    board_bits(size) + 4 * size.div_ceil(BLOCK)
+}
+
+/// Bytes of its bits.
+pub(crate) fn board_bits(size: u64) -> u64 {
     size.div_ceil(BLOCK).div_ceil(8)
 }

@@ -2,11 +2,11 @@
 //!
 //! - A mirror is asked for what its board says that it has, and for little at a time, so that a slow one gets little.
 //! - The server is asked for what no mirror has. Nodes begin at different places, and ask for little at a time too: meanwhile
-//!   others may get the rest.
+//!   others may get the rest. If all that is left is on mirrors, and these are slow, the server is asked for it as well.
 //! - A mirror that fails, or takes too long, is left for the rest of the load. Its reads are asked of others. What it had brought
 //!   of them is brought again.
 
-use super::names::board_size;
+use super::names::{board_bits, board_size};
 use crate::error::Result;
 use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;
@@ -27,6 +27,8 @@ const OF_MIRROR: u64 = 8 << 20;
 /// Bytes that the server is asked for at once, besides what it brings in half a second.
 const OF_SERVER: u64 = 8 << 20;
 const HALF: Duration = Duration::from_millis(500);
+/// Mirrors that bring less than this in half a second are slow: 16 MB/s.
+const SLOW: u64 = 8 << 20;
 /// From one look at a board to the next.
 const LOOK: Duration = Duration::from_millis(50);
 /// A mirror with a read that takes longer is left.
@@ -87,6 +89,22 @@ impl MirrorLink {
         !self.is_left && blocks.into_iter().all(bit)
     }
 
+    /// Whether the bytes of a read have the checksum that its board says; also if it is not one whole block in one place.
+    fn is_right(&self, sent: &SentRead) -> bool {
+        let (Some(Some(board)), Destination::Memory(at)) = (self.boards.get(sent.file as usize), &sent.into) else {
+            return true;
+        };
+        let block = sent.offset / BLOCK;
+        if sent.offset % BLOCK != 0 || sent.len != BLOCK.min(board.size - sent.offset) {
+            return true;
+        }
+        let start = (board_bits(board.size) + 4 * block) as usize;
+        let Some(sum) = board.bits.get(start..start + 4) else { return true };
+        // SAFETY: the read has ended, and `keep` keeps its memory.
+        let bytes = unsafe { std::slice::from_raw_parts(*at, sent.len as usize) };
+        crc32c::crc32c(bytes).to_le_bytes() == *sum
+    }
+
     fn bytes(&self) -> u64 {
         self.asked.values().map(|(_, bytes)| bytes).sum()
     }
@@ -131,7 +149,8 @@ impl MirrorLink {
         // SAFETY: the look has ended, so the source has let go of it.
         board.bits.copy_from_slice(unsafe { &*memory.0.get() });
         let blocks = board.size.div_ceil(BLOCK);
-        board.is_full = board.bits.iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>() >= blocks;
+        let bits = board_bits(board.size) as usize;
+        board.is_full = board.bits[..bits].iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>() >= blocks;
     }
 }
 
@@ -172,6 +191,23 @@ fn again(into: &Destination) -> Destination {
     }
 }
 
+/// Bytes of the last half second.
+#[derive(Default)]
+struct Lately(VecDeque<(Instant, u64)>);
+
+impl Lately {
+    fn add(&mut self, bytes: u64) {
+        self.0.push_back((Instant::now(), bytes));
+    }
+
+    fn bytes(&mut self, now: Instant) -> u64 {
+        while self.0.front().is_some_and(|(when, _)| *when + HALF < now) {
+            self.0.pop_front();
+        }
+        self.0.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
 /// The source.
 pub(super) struct MirrorSource {
     server: Box<dyn Source>,
@@ -187,7 +223,10 @@ pub(super) struct MirrorSource {
     cursor: Option<(u32, u64, Ticket)>,
     /// Bytes that the server is asked for, and bytes that it has brought lately.
     server_bytes: u64,
-    brought: VecDeque<(Instant, u64)>,
+    brought: Lately,
+    /// Bytes that mirrors have brought lately, and since when they are asked.
+    mirrored: Lately,
+    began: Instant,
     /// Boards or loads of mirrors have changed.
     is_new: bool,
     timer: Timer,
@@ -217,7 +256,9 @@ impl MirrorSource {
             arrived: HashSet::new(),
             cursor: None,
             server_bytes: 0,
-            brought: VecDeque::new(),
+            brought: Lately::default(),
+            mirrored: Lately::default(),
+            began: Instant::now(),
             is_new: true,
             timer,
             wake,
@@ -288,32 +329,28 @@ impl MirrorSource {
     /// The server is asked for what no mirror has.
     fn ask_server(&mut self, now: Instant) {
         let most = match self.has_mirrors() {
-            true => OF_SERVER + self.lately(now),
+            true => OF_SERVER + self.brought.bytes(now),
             false => u64::MAX,
         };
         if self.cursor.is_none() && self.has_mirrors() && !self.waiting.is_empty() {
             let at = RandomState::new().hash_one(0) as usize % self.waiting.len();
             self.cursor = self.waiting.keys().nth(at).copied();
         }
+        let are_slow = now > self.began + HALF && self.mirrored.bytes(now) < SLOW;
         while self.server_bytes < most {
             let from = self.cursor.unwrap_or((0, 0, Ticket(0)));
             let is_mirrored = |read: &Read| self.mirrors.iter().any(|m| m.has(read.file, read.offset, read.need));
             let after = self.waiting.range(from..).chain(self.waiting.range(..from));
-            let Some(key) = after.filter(|(_, read)| !is_mirrored(read)).map(|(key, _)| *key).next() else { return };
+            let mut unmirrored = after.filter(|(_, read)| !is_mirrored(read)).map(|(key, _)| *key);
+            // The last one, because mirrors are asked from the first one on.
+            let last = || self.waiting.keys().next_back().copied().filter(|_| are_slow);
+            let Some(key) = unmirrored.next().or_else(last) else { return };
             let Some(read) = self.waiting.remove(&key) else { return };
             self.cursor = Some(key);
             if !self.send(read, AskedOf::Server, now) {
                 return;
             }
         }
-    }
-
-    /// Bytes that the server has brought in the last half second.
-    fn lately(&mut self, now: Instant) -> u64 {
-        while self.brought.front().is_some_and(|(when, _)| *when + HALF < now) {
-            self.brought.pop_front();
-        }
-        self.brought.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Asks for a read. False: there was no room for it, and it waits on.
@@ -392,7 +429,12 @@ impl MirrorSource {
             AskedOf::Mirror(number) => {
                 self.mirrors[number].asked.remove(&done.ticket);
                 self.is_new = true;
+                let is_right = done.result.is_err() || self.mirrors[number].is_right(&sent);
                 match done.result {
+                    Ok(_) if !is_right && !self.cancelled => {
+                        self.leave(number, "a block does not have the checksum that it said");
+                        self.ask_others(done.ticket, sent);
+                    }
                     Err(_) if !self.cancelled => {
                         let why = done.result.err().map(|e| e.to_string()).unwrap_or_default();
                         self.leave(number, &why);
@@ -400,6 +442,7 @@ impl MirrorSource {
                     }
                     result => {
                         self.arrived.remove(&done.ticket);
+                        self.mirrored.add(*result.as_ref().unwrap_or(&0));
                         let lane = if result.is_ok() { Lane::MIRROR } else { done.lane };
                         self.told.push(Progress::Done(Done { result, lane, ..done }));
                     }
@@ -408,9 +451,7 @@ impl MirrorSource {
             _ => {
                 self.arrived.remove(&done.ticket);
                 self.server_bytes = self.server_bytes.saturating_sub(sent.len);
-                if done.result.is_ok() {
-                    self.brought.push_back((Instant::now(), sent.len));
-                }
+                self.brought.add(if done.result.is_ok() { sent.len } else { 0 });
                 self.told.push(Progress::Done(done));
             }
         }
