@@ -129,5 +129,8 @@ pub(crate) fn stores_of(
     if let Some((server, token)) = bearer {
         settings.bearer = Some(Bearer::new(&server, Secret::new(token)).map_err(|e| raise(py, &e))?);
     }
+    if settings.cache.offline && settings.cache.folder.is_none() {
+        return Err(invalid("offline=True takes everything from the disk cache: name it by disk_cache"));
+    }
     Ok(Stores::with(settings))
 }

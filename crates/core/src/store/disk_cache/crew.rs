@@ -8,7 +8,7 @@ use super::progress::{CacheProgress, Pending};
 use super::{BlockState, CacheEntry, CacheFolder, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::{block_signals, thread_cpu};
-use crate::staging::Lease;
+use crate::memory::Anonymous;
 use crate::store::object::{Object, Store};
 use crate::sync::{lock, Builder, Condvar, Mutex};
 use crate::threads::guarded;
@@ -34,11 +34,9 @@ const LONGEST_WAIT: Duration = Duration::from_secs(10 * 365 * 86_400);
 
 /// Memory of one block.
 pub(super) struct BlockBuffer {
-    lease: Lease,
-    /// How many of them its load has.
-    held: Arc<AtomicUsize>,
-    /// Notified when it is free.
-    free: Arc<Wake>,
+    /// Always there; taken by `drop`.
+    memory: Option<Anonymous>,
+    pool: Arc<BufferPool>,
     /// Its block was read from the disk.
     from_disk: AtomicBool,
 }
@@ -60,10 +58,15 @@ impl Drop for InWriter {
 }
 
 impl BlockBuffer {
-    pub(super) fn new(lease: Lease, held: &Arc<AtomicUsize>, free: &Arc<Wake>) -> Arc<BlockBuffer> {
-        held.fetch_add(1, Ordering::Relaxed);
-        let from_disk = AtomicBool::new(false);
-        Arc::new(BlockBuffer { lease, held: held.clone(), free: free.clone(), from_disk })
+    /// Memory out of the pool, or new memory.
+    ///
+    /// # Errors
+    /// `OutOfMemory`.
+    pub(super) fn of(pool: &Arc<BufferPool>) -> Result<Arc<BlockBuffer>> {
+        let free = lock(&pool.free).pop();
+        let memory = Some(free.map_or_else(|| Anonymous::new(BLOCK), Ok)?);
+        pool.held.fetch_add(1, Ordering::Relaxed);
+        Ok(Arc::new(BlockBuffer { memory, pool: pool.clone(), from_disk: AtomicBool::new(false) }))
     }
 
     /// Its block comes from the disk, not from the server.
@@ -72,7 +75,7 @@ impl BlockBuffer {
     }
 
     pub(super) fn address(&self) -> *mut u8 {
-        self.lease.address()
+        self.memory.as_ref().map_or(ptr::null_mut(), Anonymous::at)
     }
 
     /// Its first `len` bytes.
@@ -80,8 +83,8 @@ impl BlockBuffer {
     /// # Safety
     /// Nobody writes to it meanwhile.
     pub(super) unsafe fn bytes(&self, len: usize) -> &[u8] {
-        // SAFETY: the lease has at least a block, and the caller promises the rest.
-        unsafe { std::slice::from_raw_parts(self.address(), len.min(self.lease.len())) }
+        // SAFETY: the memory has a block, and the caller promises the rest.
+        unsafe { std::slice::from_raw_parts(self.address(), len.min(BLOCK as usize)) }
     }
 
     /// The same, to be filled.
@@ -91,15 +94,35 @@ impl BlockBuffer {
     #[allow(clippy::mut_from_ref)]
     pub(super) unsafe fn bytes_mut(&self, len: usize) -> &mut [u8] {
         // SAFETY: as above.
-        unsafe { std::slice::from_raw_parts_mut(self.address(), len.min(self.lease.len())) }
+        unsafe { std::slice::from_raw_parts_mut(self.address(), len.min(BLOCK as usize)) }
     }
 }
 
 impl Drop for BlockBuffer {
     fn drop(&mut self) {
-        self.held.fetch_sub(1, Ordering::Relaxed);
-        // The lease goes after this. The ring notifies its share too.
-        self.free.notify();
+        lock(&self.pool.free).extend(self.memory.take());
+        self.pool.held.fetch_sub(1, Ordering::Relaxed);
+        self.pool.wake.notify();
+    }
+}
+
+/// The memory of the blocks of a load. It is the cache's own: slabs that wait for the engine could keep it from the slabs that
+/// these blocks wait for.
+pub(super) struct BufferPool {
+    free: Mutex<Vec<Anonymous>>,
+    held: AtomicUsize,
+    /// Notified when memory is free.
+    wake: Arc<Wake>,
+}
+
+impl BufferPool {
+    pub(super) fn new(wake: Arc<Wake>) -> Arc<BufferPool> {
+        Arc::new(BufferPool { free: Mutex::default(), held: AtomicUsize::new(0), wake })
+    }
+
+    /// Blocks in memory.
+    pub(super) fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
     }
 }
 
@@ -280,6 +303,8 @@ struct Jobs {
     /// Threads that ask for such blocks.
     asking_again: usize,
     threads: usize,
+    /// Threads whose job is no fetch: one is left for these, which loads wait for.
+    others_run: usize,
     /// Loads through the cache that run.
     loads: usize,
 }
@@ -390,7 +415,8 @@ impl CacheCrew {
     /// Starts a thread if there is a job for it.
     fn go_on(&'static self) {
         let mut jobs = lock(&self.jobs);
-        let is_waiting = !jobs.fetches.is_empty() || !jobs.others.is_empty() || jobs.may_ask();
+        let is_waiting =
+            !jobs.fetches.is_empty() || jobs.may_do_others() && (!jobs.others.is_empty() || jobs.may_ask());
         if !is_waiting || jobs.threads >= MOST_THREADS || self.stop.load(Ordering::Relaxed) {
             return;
         }
@@ -424,7 +450,7 @@ impl CacheCrew {
                     }
                 }
             };
-            let again = matches!(job, CacheJob::Again(_));
+            let (again, other) = (matches!(job, CacheJob::Again(_)), !matches!(job, CacheJob::Fetch(..)));
             if again {
                 self.go_on(); // beside others
             }
@@ -434,6 +460,7 @@ impl CacheCrew {
             if again {
                 jobs.asking_again -= 1;
             }
+            jobs.others_run -= usize::from(other);
             match left {
                 Some(job @ CacheJob::Again(_)) => jobs.again.push_front(job),
                 Some(job) => jobs.others.push_back(job),
@@ -510,7 +537,7 @@ impl CacheCrew {
     }
 
     /// Ends all work, and waits at most so long for the threads. Blocks that were to be written are dropped.
-    pub(super) fn stop(&self, patience: Duration) {
+    pub(super) fn stop(&'static self, patience: Duration) {
         self.stop.store(true, Ordering::Relaxed);
         let left = lock(&self.jobs).take_all();
         left.into_iter().for_each(CacheJob::give_up);
@@ -525,6 +552,8 @@ impl CacheCrew {
         }
         drop(jobs);
         self.stop.store(false, Ordering::Relaxed);
+        // Jobs of loads that have begun meanwhile.
+        (0..MOST_THREADS).for_each(|_| self.go_on());
     }
 }
 
@@ -590,12 +619,22 @@ impl CacheJob {
 impl Jobs {
     /// The next job of a thread.
     fn next(&mut self, stop: bool) -> Option<CacheJob> {
-        let next = self.fetches.pop_front().or_else(|| self.others.pop_front());
-        if next.is_some() || stop || !self.may_ask() {
-            return next;
+        let fetch = self.fetches.pop_front();
+        if fetch.is_some() || !self.may_do_others() {
+            return fetch;
         }
-        self.asking_again += 1;
-        self.again.pop_front()
+        let mut next = self.others.pop_front();
+        if next.is_none() && !stop && self.may_ask() {
+            self.asking_again += 1;
+            next = self.again.pop_front();
+        }
+        self.others_run += usize::from(next.is_some());
+        next
+    }
+
+    /// Whether a thread more may do something else than fetch.
+    fn may_do_others(&self) -> bool {
+        self.others_run < MOST_THREADS - 1
     }
 
     /// Whether a thread more may ask for dropped blocks.

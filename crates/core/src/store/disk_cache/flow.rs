@@ -21,6 +21,8 @@ use std::time::Duration;
 
 /// A holder that brings nothing for so long is not waited for.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
+/// The patience with a holder that was only slow before, at most.
+pub(crate) const MOST_PATIENCE: Duration = Duration::from_secs(4);
 /// Blocks of such holders that are asked of the server at once.
 pub(crate) const MOST_TAKEN_OVER: usize = 32;
 
@@ -286,7 +288,8 @@ impl<C: Carrier> CacheFlow<C> {
     pub(crate) fn is_alive(&mut self, now: Duration, holder: u32) {
         self.progress.insert(holder, now);
         if self.silent.remove(&holder) {
-            *self.patience.entry(holder).or_insert(PATIENCE) *= 2;
+            let patience = self.patience.entry(holder).or_insert(PATIENCE);
+            *patience = (*patience * 2).min(MOST_PATIENCE);
         }
     }
 

@@ -324,11 +324,10 @@ fn check_file_system(file: &File, path: &Path, whole: bool) -> Result<()> {
 /// The marker of a cache of this format, and whether it may be written; `None`: the folder is empty.
 fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
     let path = root.path().join(MARKER);
-    if let Some((marker, found, writable)) = root.open(MARKER, true)? {
-        // A loss of power can leave it empty: then it is made again.
-        if found.len() == 0 {
-            return Ok(None);
-        }
+    let marker = root.open(MARKER, true)?;
+    // A loss of power can leave it empty: then it is made again.
+    let is_empty = marker.as_ref().is_some_and(|(_, found, _)| found.len() == 0);
+    if let Some((marker, _, writable)) = marker.filter(|_| !is_empty) {
         let bytes = root.read(MARKER, 4096)?.unwrap_or_default();
         let format = std::str::from_utf8(&bytes).ok().and_then(|text| text.strip_prefix(MARKED)).map(str::trim_end);
         return match format {
@@ -342,7 +341,9 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         };
     }
     // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
-    let is_other = |name: &String| name != "lost+found" && name.strip_suffix(PART).unwrap_or(name) != MARKER;
+    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS].contains(&name);
+    let is_other =
+        |name: &String| name != "lost+found" && !is_own(name) && name.strip_suffix(PART).unwrap_or(name) != MARKER;
     match root.names()?.into_iter().find(is_other) {
         None => Ok(None),
         Some(name) => {

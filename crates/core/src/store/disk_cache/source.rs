@@ -4,7 +4,7 @@
 //! The decisions are in [`flow`](super::flow). A read that lies in two blocks (a parcel of ranks) is two reads there, whose bytes
 //! are put together in memory of its own. Longer reads, and objects that are not cached, go to the server's source as they are.
 
-use super::crew::{BlockBuffer, BlockBytes, CacheCrew, CachedFile, CrewLoad, InWriter, Told};
+use super::crew::{BlockBuffer, BlockBytes, BufferPool, CacheCrew, CachedFile, CrewLoad, InWriter, Told};
 use super::flow::{CacheBlock, CacheFlow, Carrier, Claimed};
 use super::inbox::{CacheInbox, CacheNews, CachedFiles};
 use super::look::Looker;
@@ -14,7 +14,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::extent::{Fence, Lane, Ticket};
 use crate::fallback::Fallback;
 use crate::source::{epoll, watch, Destination, Done, Progress, Read, Source, Touches};
-use crate::staging::{Ring, Share};
 use crate::store::object::Store;
 use crate::sync::lock;
 use crate::wake::Wake;
@@ -25,7 +24,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// Blocks in memory at most: 64 MiB. A quarter of the staging memory, where that is less.
+/// Blocks in memory at most: 64 MiB, or a quarter of the staging memory where that is less. They come on top of it.
 const MOST_BUFFERS: usize = 64;
 /// How often blocks of other processes are looked after.
 const LOOK: Duration = Duration::from_millis(10);
@@ -78,9 +77,8 @@ struct Hands {
     /// The store of the server.
     store: Arc<dyn Store>,
     of_dropped: OfDropped,
-    share: Share,
+    pool: Arc<BufferPool>,
     most_buffers: usize,
-    held: Arc<AtomicUsize>,
     /// Blocks that the writer has.
     writing: Arc<AtomicUsize>,
     inbox: Arc<CacheInbox>,
@@ -116,9 +114,9 @@ impl CacheSource {
     ) -> Result<CacheSource> {
         let most_buffers = ((staging / 4 / BLOCK) as usize).clamp(4, MOST_BUFFERS);
         let inbox = Arc::new(CacheInbox::new(Arc::new(Wake::new()?)));
-        let share = Ring::process().join(BLOCK, staging)?;
+        let pool = BufferPool::new(inbox.wake.clone());
         let wake = epoll()?;
-        for fd in [inner.wake(), inbox.wake.fd(), share.fd()] {
+        for fd in [inner.wake(), inbox.wake.fd()] {
             watch(&wake, fd)?;
         }
         let looker = Looker::new(files.clone(), inbox.clone());
@@ -128,9 +126,8 @@ impl CacheSource {
             files,
             store,
             of_dropped,
-            share,
+            pool,
             most_buffers,
-            held: Arc::default(),
             writing: Arc::default(),
             inbox,
             reads: HashMap::new(),
@@ -400,11 +397,10 @@ impl Carrier for Hands {
     }
 
     fn buffer(&mut self) -> Option<Self::Buffer> {
-        if self.held.load(Ordering::Relaxed) + self.unplaced >= self.most_buffers {
+        if self.pool.held() + self.unplaced >= self.most_buffers {
             return None;
         }
-        let lease = self.share.try_acquire().ok()??;
-        Some(BlockBuffer::new(lease, &self.held, &self.inbox.wake))
+        BlockBuffer::of(&self.pool).inspect_err(|e| self.progress.has_failed(e)).ok()
     }
 
     fn fetch(&mut self, block: CacheBlock, buffer: Self::Buffer) {
@@ -512,7 +508,6 @@ impl Source for CacheSource {
 
     fn poll(&mut self, events: &mut Vec<Progress>) -> Result<()> {
         self.hands.inbox.wake.clear();
-        self.hands.share.clear();
         self.hear_threads();
         let mut told = std::mem::take(&mut self.events);
         let outcome = self.hands.inner.poll(&mut told);

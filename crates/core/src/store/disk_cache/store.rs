@@ -185,7 +185,10 @@ impl Store for CachedStore {
             Err(e) if ask < first && e.status() == Some(200) => self.inner.head(at, first)?,
             head => head?,
         };
-        let Version::Strong(version) = &head.version else { return Ok(head) };
+        let Version::Strong(version) = &head.version else {
+            // It had a strong version before.
+            return if head.bytes.len() as u64 == first.min(head.size) { Ok(head) } else { self.inner.head(at, first) };
+        };
         let found = (version.clone(), head.size);
         if folder.is_writable() && known.as_ref() != Some(&found) {
             // Without it, the next open asks for the first bytes again.
@@ -354,7 +357,14 @@ impl Objects for CachedObjects {
             return self.of(file).resident_within(file, range);
         };
         let within = |there: Range<u64>| there.start.max(range.start)..there.end.min(range.end);
-        let ranges = cached.entry.there()?.into_iter().map(within).filter(|part| part.start < part.end).collect();
+        let ranges = cached
+            .entry
+            .there()
+            .unwrap_or_default()
+            .into_iter()
+            .map(within)
+            .filter(|part| part.start < part.end)
+            .collect();
         Ok(Residency { ranges, ..Residency::default() })
     }
 

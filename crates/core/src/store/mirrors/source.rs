@@ -66,8 +66,8 @@ pub(super) struct MirrorLink {
     source: Box<dyn Source>,
     /// By number of file.
     boards: Vec<Option<Board>>,
-    /// Reads that it was asked for: since when, and their bytes.
-    asked: HashMap<Ticket, (Instant, u64)>,
+    /// Reads that it was asked for: since when they wait for it, and their bytes.
+    asked: HashMap<Ticket, (Option<Instant>, u64)>,
     is_left: bool,
 }
 
@@ -173,13 +173,15 @@ struct SentRead {
     lane: Lane,
     into: Destination,
     keep: Arc<dyn Any + Send + Sync>,
+    /// Bytes from the first on that somebody may have written to its place.
+    written: u64,
 }
 
 impl SentRead {
     fn read(&self, ticket: Ticket) -> Read {
-        let SentRead { file, offset, len, need, lane, .. } = *self;
+        let SentRead { file, offset, len, need, lane, written, .. } = *self;
         let (into, keep) = (again(&self.into), self.keep.clone());
-        Read { ticket, file, offset, len, need, lane, into, fresh: false, written: 0, keep }
+        Read { ticket, file, offset, len, need, lane, into, fresh: false, written, keep }
     }
 }
 
@@ -355,18 +357,18 @@ impl MirrorSource {
 
     /// Asks for a read. False: there was no room for it, and it waits on.
     fn send(&mut self, read: Read, of: AskedOf, now: Instant) -> bool {
-        let Read { ticket, file, offset, len, need, lane, .. } = read;
+        let Read { ticket, file, offset, len, need, lane, written, .. } = read;
         let (into, keep) = (again(&read.into), read.keep.clone());
         let taken = match of {
             AskedOf::Mirror(number) => {
                 let mirror = &mut self.mirrors[number];
-                mirror.source.submit(read).map(|()| _ = mirror.asked.insert(ticket, (now, len)))
+                mirror.source.submit(read).map(|()| _ = mirror.asked.insert(ticket, (Some(now), len)))
             }
             _ => self.server.submit(read).map(|()| self.server_bytes += len),
         };
         match taken {
             Ok(()) => {
-                self.sent.insert(ticket, SentRead { of, file, offset, len, need, lane, into, keep });
+                self.sent.insert(ticket, SentRead { of, file, offset, len, need, lane, into, keep, written });
                 true
             }
             Err(read) => {
@@ -379,7 +381,8 @@ impl MirrorSource {
     /// Leaves mirrors that take too long for a read.
     fn leave_late(&mut self, now: Instant) {
         for number in 0..self.mirrors.len() {
-            let late = self.mirrors[number].asked.values().any(|(since, _)| *since + LATE < now);
+            let late =
+                self.mirrors[number].asked.values().any(|(since, _)| since.is_some_and(|since| since + LATE < now));
             if late && !self.mirrors[number].is_left {
                 self.leave(number, "it took longer than 3 s for a read");
             }
@@ -408,6 +411,10 @@ impl MirrorSource {
             }
             Progress::Arrived(ticket) => {
                 // A read that is asked for again has its place.
+                if let AskedOf::Mirror(number) = of {
+                    // Now it waits for its place, and no longer for the mirror.
+                    self.mirrors[number].asked.entry(ticket).and_modify(|asked| asked.0 = None);
+                }
                 if self.sent.contains_key(&ticket) && self.arrived.insert(ticket) {
                     self.told.push(Progress::Arrived(ticket));
                 }
@@ -424,7 +431,9 @@ impl MirrorSource {
             }
             return;
         }
-        let Some(sent) = self.sent.remove(&done.ticket) else { return };
+        let Some(mut sent) = self.sent.remove(&done.ticket) else { return };
+        sent.written = sent.written.max(done.written);
+        let done = Done { written: sent.written, ..done };
         match of {
             AskedOf::Mirror(number) => {
                 self.mirrors[number].asked.remove(&done.ticket);
@@ -506,7 +515,11 @@ impl Source for MirrorSource {
         (sent.into, sent.keep) = (again(&into), keep.clone());
         match sent.of {
             AskedOf::Server => self.server.land(ticket, into, keep),
-            AskedOf::Mirror(number) => self.mirrors[number].source.land(ticket, into, keep),
+            AskedOf::Mirror(number) => {
+                let mirror = &mut self.mirrors[number];
+                mirror.asked.entry(ticket).and_modify(|asked| asked.0 = Some(Instant::now()));
+                mirror.source.land(ticket, into, keep)
+            }
             AskedOf::Nobody => {
                 if let Some(sent) = self.sent.remove(&ticket) {
                     let read = sent.read(ticket);

@@ -186,8 +186,14 @@ fn a_folder_that_holds_something_else_or_another_format_is_refused() {
     fs::write(&marker, "penstock disk cache, format 77\n").unwrap();
     let refused = refusal(&settings(cache.path()));
     assert!(refused.0 == ErrorKind::Unsupported && refused.1.contains("77"), "{refused:?}");
-    fs::write(&marker, "").unwrap();
+    fs::write(&marker, "another").unwrap();
     assert_eq!(refusal(&settings(cache.path())).0, ErrorKind::Invalid);
+    fs::write(&marker, "").unwrap();
+    fs::write(cache.path().join("thesis"), b"years").unwrap();
+    assert_eq!(refusal(&settings(cache.path())).0, ErrorKind::Invalid);
+    fs::remove_file(cache.path().join("thesis")).unwrap();
+    CacheFolder::open(&settings(cache.path())).expect("power was lost");
+    assert!(fs::read(&marker).unwrap().starts_with(b"penstock disk cache"));
     fs::remove_file(&marker).unwrap();
     symlink("/dev/null", &marker).unwrap();
     assert_eq!(refusal(&settings(cache.path())).0, ErrorKind::Permission);
