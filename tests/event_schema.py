@@ -61,7 +61,7 @@ def check(event: dict[str, Any]) -> None:
     assert wrong == {}
     assert event["v"] == 1
     if event["event"] == "end":
-        assert set(event["sources"]) == {"mapped", "buffered", "direct", "network", "rank"}
+        assert set(event["sources"]) == {"mapped", "buffered", "direct", "network", "mirror", "disk_cache", "rank"}
         assert set(event["phases"]) == {"plan", "move", "hand_out", "sync", "caller"}
         assert (event["error"] is None) == (event["outcome"] == "ok")
         if event["error"] is not None:

@@ -18,7 +18,7 @@ from penstock.synthetic import synth
 from penstock.synthetic.synth import Tensor
 from test_web import Web
 
-SOURCES = ("mapped", "buffered", "direct", "network", "rank")
+SOURCES = ("mapped", "buffered", "direct", "network", "mirror", "disk_cache", "rank")
 
 
 @pytest.fixture

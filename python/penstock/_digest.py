@@ -22,7 +22,7 @@ from ._errors import (
     ReadError,
     StalledError,
 )
-from ._event_words import Measured
+from ._event_words import Measured, by_source
 from ._events import NOTHING, Seen
 from ._hub import Expected, expected_digest
 from ._late_imports import importing
@@ -166,7 +166,7 @@ class _Hashing:
     def _measured(self) -> Measured:
         distant = sum(nbytes for i, nbytes in self._read.items() if is_web(self._paths[i]))
         nbytes = self._bytes()
-        return Measured(nbytes=nbytes, sources=(0, nbytes - distant, 0, distant, 0))
+        return Measured(nbytes=nbytes, sources=by_source(buffered=nbytes - distant, network=distant))
 
     def _start(self, thread: threading.Thread, alone: bool) -> None:
         try:

@@ -6,7 +6,7 @@ import warnings
 from typing import Any, NamedTuple, Protocol
 
 from ._errors import CancelledError, PenstockError
-from ._report import Report, sources_of
+from ._report import SOURCES, Report, sources_of
 
 LOG, METRICS = "PENSTOCK_LOG", "PENSTOCK_METRICS"
 """The variables: how events are written (and whether), and the folder of the metrics."""
@@ -55,13 +55,18 @@ class About(NamedTuple):
     """Unix time."""
 
 
+def by_source(**nbytes: int) -> tuple[int, ...]:
+    """Bytes by source, in the order of `SOURCES`."""
+    return tuple(nbytes.get(source, 0) for source in SOURCES)
+
+
 class Measured(NamedTuple):
     """The keys of reports that are summed."""
 
     nbytes: int = 0
     tensors: int = 0
     seconds: float = 0.0
-    sources: tuple[int, ...] = (0, 0, 0, 0, 0)
+    sources: tuple[int, ...] = (0,) * len(SOURCES)
     plan: float = 0.0
     move: float = 0.0
     hand_out: float = 0.0

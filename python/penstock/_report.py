@@ -142,7 +142,7 @@ class Report(dict[str, Any]):
         return f"Report({super().__repr__()})"
 
 
-SOURCES = ("mapped", "buffered", "direct", "network", "disk_cache", "rank")
+SOURCES = ("mapped", "buffered", "direct", "network", "mirror", "disk_cache", "rank")
 """Where bytes come from, in events and metrics."""
 FROM_RANKS = ("rank", "neighbour")
 """The lanes of bytes that other ranks have read: sent through a socket, or taken out of their staging memory."""

@@ -26,7 +26,7 @@ from ._errors import (
     SliceTypeError,
     UnsupportedError,
 )
-from ._event_words import Measured
+from ._event_words import Measured, by_source
 from ._events import NOTHING, observe
 from ._framework import Adapter
 from ._frameworks import check_device, device_for, framework_named, need
@@ -306,7 +306,7 @@ class safe_open:
                     nbytes = nbytes * len(range(*part)) // max(1, size)
             near, far = (0, nbytes) if is_web(info.file) else (nbytes, 0)
             seconds = time.perf_counter() - begun
-            self._seen.count(Measured(nbytes, 1, seconds, (0, near, 0, far, 0), move=seconds))
+            self._seen.count(Measured(nbytes, 1, seconds, by_source(buffered=near, network=far), move=seconds))
         return tensor
 
     def _one(self, name: str) -> Any:

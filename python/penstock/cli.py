@@ -39,7 +39,7 @@ from ._errors import (
     StalledError,
     UnsupportedError,
 )
-from ._event_words import Measured
+from ._event_words import Measured, by_source
 from ._events import NOTHING, observe
 from ._frameworks import FRAMEWORKS
 from ._load import load
@@ -540,7 +540,9 @@ def _page_cache(args: argparse.Namespace) -> None:
             after = _core.evict(path) if evict else _core.warm(path, args.threads, args.stall_timeout)
             files.append({"path": path, "nbytes": nbytes, "resident_before": before, "resident_bytes": after})
             took = time.perf_counter() - begun
-            seen.count(Measured(nbytes, 0, took, (0, max(0, after - before), 0, 0, 0), move=took, cache_hits=before))
+            seen.count(
+                Measured(nbytes, 0, took, by_source(buffered=max(0, after - before)), move=took, cache_hits=before)
+            )
     resident, nbytes = sum(f["resident_bytes"] for f in files), sum(f["nbytes"] for f in files)
     ok = resident == 0 if evict else resident >= nbytes
 
