@@ -122,7 +122,7 @@ class Load:
 
 
 class Bench:
-    """What all measurements share."""
+    """The common part of all measurements."""
 
     def __init__(self, folder: Path, tools: Path | None, size: float, rounds: int) -> None:
         self.folder, self.tools, self.rounds = folder, tools, rounds
@@ -280,7 +280,7 @@ def alone(bench: Bench, served: Served) -> list[dict[str, Any]]:
 
 
 def group(bench: Bench, served: Served, count: int, ranks: int = 1) -> tuple[list[dict[str, Any]], int]:
-    """What processes that start at once say, and bytes that the server has sent."""
+    """The words of processes that start at once, and the bytes that the server has sent."""
     bench.forget()
     loads = [Load(served.urls(bench.files), bench.cache, number % ranks, ranks) for number in range(count)]
     before = served.counts()

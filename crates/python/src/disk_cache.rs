@@ -181,7 +181,7 @@ impl CacheFolder {
         })
     }
 
-    /// Whether this process may write to it, and whether this user and root alone may.
+    /// True if this process may write to it, and whether this user and root alone may.
     fn access<'py>(&self, py: Python<'py>) -> Answer<'py, (bool, bool)> {
         answer(py, || Ok((self.0.is_writable(), self.0.is_private())))
     }

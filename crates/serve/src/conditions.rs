@@ -42,14 +42,14 @@ impl Conditions {
         }
     }
 
-    /// Whether the range of the request is answered with a part. A date does not tell two versions of one second apart,
+    /// True if the range of the request is answered with a part. A date does not tell two versions of one second apart,
     /// so it is no strong validator: the whole object is sent then.
     pub(crate) fn allows_part(&self, etag: &str) -> bool {
         self.if_range.as_ref().is_none_or(|value| value == etag.as_bytes())
     }
 }
 
-/// Whether the list has the ETag. A weak one counts if `weakly`.
+/// True if the list has the ETag. A weak one counts if `weakly`.
 fn names(list: &[u8], etag: &str, weakly: bool) -> bool {
     if list.trim_ascii() == b"*" {
         return true;

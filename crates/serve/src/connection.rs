@@ -32,7 +32,7 @@ pub(crate) struct Shared {
     pub(crate) served: Arc<dyn Served>,
     pub(crate) settings: Settings,
     pub(crate) token: Option<Token>,
-    /// Whether only clients that name this machine as it names itself are answered.
+    /// True if only clients that name this machine as it names itself are answered.
     pub(crate) only_this_machine: bool,
     pub(crate) metrics: Metrics,
 }

@@ -42,7 +42,7 @@ impl Name {
         self.parts.iter().map(Vec::as_slice)
     }
 
-    /// Whether it ends with a `/`.
+    /// True if it ends with a `/`.
     pub fn is_folder(&self) -> bool {
         self.is_folder
     }

@@ -37,12 +37,12 @@ pub(crate) struct Request {
     pub(crate) conditions: Conditions,
     /// The value of the only `Range` field.
     pub(crate) range: Option<Vec<u8>>,
-    /// Whether the client takes JSON.
+    /// True if the client takes JSON.
     pub(crate) takes_json: bool,
-    /// Whether the client names this server by a number, or as `localhost`: a page in a browser that reaches this machine
+    /// True if the client names this server by a number, or as `localhost`: a page in a browser that reaches this machine
     /// by a name of its own does neither.
     pub(crate) names_this_machine: bool,
-    /// Whether the connection can be used again.
+    /// True if the connection can be used again.
     pub(crate) keeps: bool,
 }
 
@@ -146,7 +146,7 @@ fn target<'a>(path: &'a [u8], host: Option<&'a [u8]>) -> Result<(Option<&'a [u8]
     Ok((host, target))
 }
 
-/// Whether a text has only characters of a host and a port, and at least one.
+/// True if a text has only characters of a host and a port, and at least one.
 fn is_host(text: &[u8]) -> bool {
     !text.is_empty() && text.iter().all(|b| b.is_ascii_alphanumeric() || b"-._~:[]%".contains(b))
 }

@@ -42,7 +42,7 @@ pub trait Object: Send {
         range.end
     }
 
-    /// Whether bytes read until now are of the version that [`etag`](Self::etag) names.
+    /// True if bytes read until now are of the version that [`etag`](Self::etag) names.
     fn is_unchanged(&self) -> bool;
 }
 
@@ -51,7 +51,7 @@ pub trait Object: Send {
 pub struct Contents {
     /// Its entries, by name.
     pub entries: Vec<Entry>,
-    /// Whether there are more of them.
+    /// True if there are more of them.
     pub is_cut: bool,
 }
 

@@ -126,7 +126,7 @@ impl Server {
         self.address
     }
 
-    /// Whether clients speak TLS.
+    /// True if clients speak TLS.
     pub fn is_secure(&self) -> bool {
         self.state.tls.is_some()
     }

@@ -12,13 +12,13 @@ pub struct Settings {
     pub port: u16,
     /// The token that clients must show.
     pub token: Option<String>,
-    /// Whether a server that other machines reach may have no token.
+    /// True if a server that other machines reach may have no token.
     pub allows_strangers: bool,
     /// Certificate chain and key, as PEM files.
     pub tls: Option<(PathBuf, PathBuf)>,
-    /// Whether each request is a line on standard error.
+    /// True if each request is a line on standard error.
     pub access_log: bool,
-    /// Whether bodies of plain connections go from the page cache to the network without a copy.
+    /// True if bodies of plain connections go from the page cache to the network without a copy.
     pub sends_files: bool,
     /// Connections at a time, at most.
     pub most_connections: usize,

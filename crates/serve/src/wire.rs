@@ -28,7 +28,7 @@ impl Wire {
         self.tls.is_none()
     }
 
-    /// Whether it has bytes of TLS to send, whatever the connection does.
+    /// True if it has bytes of TLS to send, whatever the connection does.
     pub(crate) fn wants_to_send(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }

@@ -73,7 +73,7 @@ fn get(to: SocketAddr, path: &str, fields: &str) -> (String, Vec<u8>) {
     answer(&mut stream, true).unwrap()
 }
 
-/// Whether the other end has closed the connection.
+/// True if the other end has closed the connection.
 fn is_closed(stream: &mut TcpStream) -> bool {
     matches!(stream.read(&mut [0; 64]), Ok(0) | Err(_))
 }

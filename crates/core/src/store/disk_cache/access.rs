@@ -29,7 +29,7 @@ impl Access {
         if own.user == 0 || groups().contains(&group) {
             return Ok(Access { group: Some(group), ..own });
         }
-        Err(format!("its group ({group}) is none of this user's"))
+        Err(format!("this user is not in its group ({group})"))
     }
 
     /// The group that shares the cache.
@@ -58,7 +58,7 @@ impl Access {
         Ok(())
     }
 
-    /// Whether nobody else than this user and root may write to it.
+    /// True if nobody else than this user and root may write to it.
     pub(super) fn is_private(self, found: &Metadata) -> bool {
         (found.uid() == self.user || found.uid() == 0) && found.mode() & (OTHERS | GROUP) == 0
     }

@@ -163,7 +163,7 @@ impl CachedFile {
         self.sources.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Whether blocks of it can still be written.
+    /// True if blocks of it can still be written.
     pub(super) fn is_writable(&self) -> bool {
         self.folder.is_writable() && !self.full.load(Ordering::Relaxed)
     }
@@ -632,12 +632,12 @@ impl Jobs {
         next
     }
 
-    /// Whether a thread more may do something else than fetch.
+    /// True if a thread more may do something else than fetch.
     fn may_do_others(&self) -> bool {
         self.others_run < MOST_THREADS - 1
     }
 
-    /// Whether a thread more may ask for dropped blocks.
+    /// True if a thread more may ask for dropped blocks.
     fn may_ask(&self) -> bool {
         !self.again.is_empty() && self.loads == 0 && self.asking_again < MOST_ASKING
     }

@@ -44,7 +44,7 @@ impl Directory {
         &self.file
     }
 
-    /// Whether this process may make files in it.
+    /// True if this process may make files in it.
     pub(super) fn is_writable(&self) -> bool {
         // SAFETY: a string that ends with a zero, and a descriptor that is held here.
         unsafe { libc::faccessat(self.file.as_raw_fd(), c".".as_ptr(), libc::W_OK | libc::X_OK, libc::AT_EACCESS) == 0 }

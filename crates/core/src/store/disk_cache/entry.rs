@@ -25,7 +25,7 @@ const ATTEMPTS: u32 = 1000;
 /// Slots that are read at once.
 const MANY: u32 = 8192;
 
-/// Whether a block is there.
+/// True if a block is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BlockState {
     /// Its bytes are in the data file.
@@ -144,7 +144,7 @@ fn read_up_to(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
     Ok(done)
 }
 
-/// Whether an entry of this map is open anywhere.
+/// True if an entry of this map is open anywhere.
 pub(super) fn is_open(map: &File) -> io::Result<bool> {
     Ok(held(map, OPEN..OPEN + 1)?.is_some())
 }
@@ -280,7 +280,7 @@ impl CacheEntry {
         &self.data
     }
 
-    /// Whether blocks can be claimed and written.
+    /// True if blocks can be claimed and written.
     pub(crate) fn is_writable(&self) -> bool {
         self.writable
     }
@@ -290,7 +290,7 @@ impl CacheEntry {
         self.number
     }
 
-    /// Whether all blocks are there.
+    /// True if all blocks are there.
     pub(crate) fn is_complete(&self) -> Result<bool> {
         let mut complete = true;
         self.each_slot(0..self.blocks(), |_, slot| {
@@ -328,7 +328,7 @@ impl CacheEntry {
         Ok(found)
     }
 
-    /// Whether another open file holds the lock of a block.
+    /// True if another open file holds the lock of a block.
     pub(super) fn is_locked(&self, block: u32) -> bool {
         held(&self.map, u64::from(block)..u64::from(block) + 1).is_ok_and(|held| held.is_some())
     }
@@ -620,7 +620,7 @@ impl CacheEntry {
         }
     }
 
-    /// Whether a block's bytes on the disk have its CRC32C, or it is not there.
+    /// True if a block's bytes on the disk have its CRC32C, or it is not there.
     pub(crate) fn verify(&self, block: u32) -> Result<bool> {
         self.check(&(block..block + 1))?;
         let range = self.range(block);
@@ -660,7 +660,7 @@ impl CacheEntry {
         Ok((compared, bad))
     }
 
-    /// Whether these bytes, which are all of a block, have its CRC32C, or it is not there.
+    /// True if these bytes, which are all of a block, have its CRC32C, or it is not there.
     pub(crate) fn verify_bytes(&self, block: u32, bytes: &[u8]) -> Result<bool> {
         self.check(&(block..block + 1))?;
         Ok(self.slot(block)?.crc().is_none_or(|crc| crc == crc32c::crc32c(bytes)))

@@ -102,12 +102,12 @@ impl CacheFolder {
         self.root.path()
     }
 
-    /// Whether this process may write to it.
+    /// True if this process may write to it.
     pub fn is_writable(&self) -> bool {
         self.writable
     }
 
-    /// Whether this user and root alone may write to it.
+    /// True if this user and root alone may write to it.
     pub fn is_private(&self) -> bool {
         self.private
     }

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 
-/// Whether a folder is a disk cache: it has the marker.
+/// True if a folder is a disk cache: it has the marker.
 pub fn is_disk_cache(folder: &Path) -> bool {
     folder.join(MARKER).is_file()
 }

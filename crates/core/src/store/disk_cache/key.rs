@@ -51,7 +51,7 @@ pub(super) fn object_id(key: &[u8; 32], version: &str, size: u64) -> String {
     hex(&sha256(&[key, &size.to_le_bytes(), version.as_bytes()])[..16])
 }
 
-/// Whether this may be the name of an object's files.
+/// True if this may be the name of an object's files.
 pub(super) fn is_object_id(name: &str) -> bool {
     name.len() == 32 && name.bytes().all(|letter| matches!(letter, b'0'..=b'9' | b'a'..=b'f'))
 }

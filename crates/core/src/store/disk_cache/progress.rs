@@ -62,7 +62,7 @@ impl CacheProgress {
         })
     }
 
-    /// Whether this process began the load. In a forked child its work, and its lock, are the parent's.
+    /// True if this process began the load. In a forked child its work, and its lock, are the parent's.
     pub(super) fn is_own(&self) -> bool {
         self.pid == std::process::id()
     }

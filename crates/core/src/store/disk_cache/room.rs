@@ -121,7 +121,7 @@ impl CacheFolder {
         Ok(lacking == 0)
     }
 
-    /// Whether so many bytes of the file system are free: the ones of a removed file may be only a moment later.
+    /// True if so many bytes of the file system are free: the ones of a removed file may be only a moment later.
     fn is_freed(&self, wanted: u64) -> Result<bool> {
         for _ in 0..LOOKS {
             if self.room()?.free >= wanted {

@@ -309,7 +309,7 @@ struct CachedObjects {
     files: Arc<CachedFiles>,
     /// The files of those that the cache has whole.
     copies: Arc<Files>,
-    /// Whether it has them whole.
+    /// True if it has them whole.
     whole: Vec<bool>,
     progress: Arc<CacheProgress>,
 }

@@ -81,7 +81,7 @@ impl MirrorLink {
         MirrorLink { source, boards, asked: HashMap::new(), is_left: false }
     }
 
-    /// Whether it has all blocks of a read.
+    /// True if it has all blocks of a read.
     fn has(&self, file: u32, offset: u64, need: u64) -> bool {
         let Some(Some(board)) = self.boards.get(file as usize) else { return false };
         let blocks = offset / BLOCK..=(offset + need.max(1) - 1) / BLOCK;
@@ -89,7 +89,7 @@ impl MirrorLink {
         !self.is_left && blocks.into_iter().all(bit)
     }
 
-    /// Whether the bytes of a read have the checksum that its board says; also if it is not one whole block in one place.
+    /// True if the bytes of a read have the checksum that its board says; also if it is not one whole block in one place.
     fn is_right(&self, sent: &SentRead) -> bool {
         let (Some(Some(board)), Destination::Memory(at)) = (self.boards.get(sent.file as usize), &sent.into) else {
             return true;
