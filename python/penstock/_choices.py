@@ -153,8 +153,8 @@ class Storage(TypedDict, total=False):
     leaves them to the next load."""
 
     mirrors: Sequence[str] | str | None
-    """Addresses of other nodes that run ``penstock serve --disk-cache``, such as ["http://node-a:8080"]: what they have
-    of an object, in its very version, comes from them."""
+    """Addresses of other nodes that run ``penstock serve`` on their disk cache, such as ["http://node-a:8080"]: what
+    they have of an object, in its very version, comes from them."""
 
     mirror_token: str | None
     """The bearer token that all ``mirrors`` want. Over https only, except to this machine."""

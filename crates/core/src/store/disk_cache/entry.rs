@@ -117,7 +117,7 @@ pub(super) fn map_name(id: &str) -> String {
     format!("{id}.map")
 }
 
-/// The map in an open file; or why it is none.
+/// The header of the map in an open file, or the reason why that is no map.
 pub(super) fn header_of(map: &File) -> io::Result<Result<(MapHeader, u64), &'static str>> {
     let mut bytes = vec![0; MOST_HEADER as usize];
     let mut got = 0;
@@ -343,7 +343,7 @@ impl CacheEntry {
         Ok(found)
     }
 
-    /// The state of a block. A claim whose lock is gone is none.
+    /// The state of a block. A claim without its lock does not count.
     pub(crate) fn state(&self, block: u32) -> Result<BlockState> {
         Ok(self.states(block..block + 1)?[0])
     }
@@ -494,7 +494,7 @@ impl CacheEntry {
         }
     }
 
-    /// The slot stays: a claim without a lock is none. To write the slot could undo the write of another process.
+    /// The slot stays: a claim without a lock does not count. To write the slot could undo the write of another process.
     fn end_claim(&self, claims: &mut BTreeSet<u32>, block: u32) {
         if claims.remove(&block) {
             unlock(&self.map, u64::from(block)..u64::from(block) + 1);
@@ -558,7 +558,7 @@ impl CacheEntry {
         (unit <= PAGE && (one.dev(), one.ino()) == (other.dev(), other.ino())).then_some(direct)
     }
 
-    /// Waits until the bytes of all written blocks are on the disk, whoever wrote them, and marks these blocks. Returns how
+    /// Waits until the bytes of all written blocks are on the disk, those of other processes too, and marks these blocks. Returns how
     /// many it marked.
     ///
     /// # Errors

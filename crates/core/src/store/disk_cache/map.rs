@@ -72,7 +72,7 @@ impl MapHeader {
         (bytes.len() as u64 <= MOST_HEADER).then_some(bytes)
     }
 
-    /// The header of a map that begins with these bytes, and where its slots begin; or why it is none.
+    /// The header of a map that begins with these bytes, and where its slots begin; or the reason why they are no map.
     pub(super) fn parse(bytes: &[u8]) -> Result<(MapHeader, u64), &'static str> {
         let fixed = bytes.get(..FIXED).ok_or("the map is too short")?;
         let number = |at: usize| u32::from_le_bytes([fixed[at], fixed[at + 1], fixed[at + 2], fixed[at + 3]]);

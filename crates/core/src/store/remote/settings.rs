@@ -368,8 +368,8 @@ settings! {
             _ => return Err("must be \"fetch\" or \"forget\"".into()),
         };
 
-        /// Addresses of other nodes that run `penstock serve --disk-cache`, such as ["http://node-a:8080"]: what they have of an
-        /// object, in its very version, comes from them.
+        /// Addresses of other nodes that run `penstock serve` on their disk cache, such as ["http://node-a:8080"]: what they
+        /// have of an object, in its very version, comes from them.
         ///
         /// `["http://node-a:8080"]` (or with commas): other nodes that run `penstock serve`. What they have of an object, in
         /// that very version, comes from them; the rest, and what fails, from the object's server

@@ -32,7 +32,7 @@ fn judge(seed: u64) -> Result<Tally, String> {
     World::new(Case::new(seed)).run().map(|(tally, _)| tally)
 }
 
-/// A load of which no write ever ends, beside one that writes nothing: each read ends at the same time.
+/// A load whose writes never end, beside one that writes nothing: each read ends at the same time.
 fn judge_writes(seed: u64) -> Result<(), String> {
     let ends = |writing| World::new(Case::of_one(seed, writing)).run().map(|(_, reads)| reads);
     let (never, nothing) = (ends(Writing::Sticks(0))?, ends(Writing::Drops)?);
