@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -176,7 +178,8 @@ def _of_vllm(bucket: Bucket, folder: Path) -> Starts:
                 (place / "log").symlink_to(folder / "log")
             found[what, ranks] = [Group(place, ranks, process).said() for place in both]
     finally:
-        process.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         process.wait()
     return found
 
