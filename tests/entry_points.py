@@ -150,7 +150,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         return _core.CacheFolder({"disk_cache": str(folder / "cache")})
 
     def pulling() -> _core.Pull:
-        return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8))], options)
+        return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8, 1))], options)
 
     # Made here: where no thread can be started there is no server
     kept_one = disk_cache(file, folder)
@@ -250,7 +250,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "CacheFolder.verify": Call(cache, "0" * 32, 0, 16, True),
         "Pull.start": Call(
             None,
-            [(path, str(folder / "pulled"), ("version", 8))],
+            [(path, str(folder / "pulled"), ("version", 8, 1))],
             options,
             {"connections": 3},
             ("http://127.0.0.1", "token"),
