@@ -26,7 +26,7 @@ pub struct CacheStatus {
     pub seconds: f64,
     /// Nothing is left to do.
     pub finished: bool,
-    /// The reason for which objects, or parts of them, are not cached; empty without one.
+    /// The reason for which objects, or parts of them, are not cached, or not in huggingface_hub's cache; empty without one.
     pub reason: String,
 }
 
@@ -47,10 +47,12 @@ pub struct CacheProgress {
     changed: Condvar,
     /// By number of file: the cache has it whole.
     copies: Mutex<Vec<bool>>,
+    /// The work for small files of the same store, which is waited for too.
+    small: Option<Arc<CacheProgress>>,
 }
 
 impl CacheProgress {
-    pub(super) fn new() -> Arc<CacheProgress> {
+    pub(super) fn new(small: Option<Arc<CacheProgress>>) -> Arc<CacheProgress> {
         let state = ProgressState { status: CacheStatus::default(), pending: 0, ended: None };
         let (pid, began) = (std::process::id(), Instant::now());
         Arc::new(CacheProgress {
@@ -59,6 +61,7 @@ impl CacheProgress {
             state: Mutex::new(state),
             changed: Condvar::new(),
             copies: Mutex::default(),
+            small,
         })
     }
 
@@ -144,9 +147,10 @@ impl CacheProgress {
             let reason = "it belongs to the parent process".to_owned();
             return CacheStatus { reason, finished: true, ..CacheStatus::default() };
         }
+        let is_small_done = self.small.as_ref().is_none_or(|small| lock(&small.state).pending == 0);
         let state = lock(&self.state);
         let seconds = state.ended.unwrap_or_else(|| self.began.elapsed()).as_secs_f64();
-        CacheStatus { seconds, finished: state.pending == 0, ..state.status.clone() }
+        CacheStatus { seconds, finished: state.pending == 0 && is_small_done, ..state.status.clone() }
     }
 
     /// Waits until nothing is left to do, at most for `timeout`; false if that passed first.
@@ -163,7 +167,8 @@ impl CacheProgress {
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
+        drop(state);
+        self.small.as_ref().is_none_or(|small| small.wait(until.saturating_duration_since(Instant::now())))
     }
 }
 

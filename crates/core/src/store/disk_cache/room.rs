@@ -34,8 +34,10 @@ pub struct EntryInfo {
     pub size: u64,
     /// Bytes that are there.
     pub there: u64,
-    /// Bytes on the disk.
+    /// Bytes on the disk that are free when it is removed.
     pub disk: u64,
+    /// The data file has another name, in huggingface_hub's cache: its bytes stay as long as that.
+    pub linked: bool,
     /// When it was last used.
     pub used: SystemTime,
     /// Somebody has it open.
@@ -87,6 +89,7 @@ struct Evictable {
     id: String,
     used: SystemTime,
     disk: u64,
+    linked: bool,
 }
 
 impl CacheFolder {
@@ -105,7 +108,7 @@ impl CacheFolder {
             return Ok(lacking == 0);
         }
         self.remove_leftovers()?;
-        for one in self.evictable()? {
+        for one in self.evictable()?.into_iter().filter(|one| !one.linked) {
             if lacking == 0 {
                 break;
             }
@@ -169,7 +172,7 @@ impl CacheFolder {
         for entry in entries {
             let chosen = match how {
                 Prune::All => true,
-                Prune::ToSize(most) => used > *most,
+                Prune::ToSize(most) => used > *most && !entry.linked,
                 Prune::OlderThan(age) => now.duration_since(entry.used).is_ok_and(|unused| unused >= *age),
                 Prune::Prefix(start) => entry.address.starts_with(start),
             };
@@ -222,7 +225,7 @@ impl CacheFolder {
                 let Some((_, map, _)) = taken(folder.open(&map_name(&id), false))? else { continue };
                 let Some((_, data, _)) = taken(folder.open(&data_name(&id), false))? else { continue };
                 let used = map.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                found.push(Evictable { id, used, disk: data.blocks() * 512 });
+                found.push(Evictable { id, used, disk: freed(&data), linked: data.nlink() > 1 });
             }
             Ok(())
         })?;
@@ -314,6 +317,15 @@ impl CacheFolder {
     }
 }
 
+/// Bytes that are free when a data file is removed: none as long as huggingface_hub's cache has it too.
+fn freed(data: &Metadata) -> u64 {
+    if data.nlink() > 1 {
+        0
+    } else {
+        data.blocks() * 512
+    }
+}
+
 /// A file or folder; one that the cache refuses is as one that is not there.
 fn taken<T>(opened: Result<Option<T>>) -> Result<Option<T>> {
     match opened {
@@ -371,7 +383,8 @@ fn described(folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
         version: header.version,
         size: header.size,
         there,
-        disk: data_found.blocks() * 512,
+        disk: freed(&data_found),
+        linked: data_found.nlink() > 1,
         used: map_found.modified().unwrap_or(SystemTime::UNIX_EPOCH),
         open: is_open(&map).map_err(failed)?,
         path: folder.path().join(data_name(id)),
