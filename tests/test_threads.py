@@ -22,6 +22,7 @@ THREADS = {
     "penstock-gpu": "device/gpu/mod.rs",
     "penstock-gpupin": "device/gpu/pinning.rs",
     "penstock-gpuwait": "device/gpu/queue.rs",
+    "penstock-hub": "store/disk_cache/publish.rs",
     "penstock-keys": "store/remote/auth/credentials.rs",
     "penstock-lease": "load/leased.rs",
     "penstock-lookout": "peers/lookout.rs",

@@ -589,7 +589,7 @@ def open(
             (experimental), unless HF_HUB_OFFLINE is set. Files, lists and indexes may also be on a web server
             (``https://...``), in S3 (``s3://bucket/folder/``), Google Cloud Storage (``gs://bucket/folder/``) or Azure
             Blob Storage (``az://container/folder/``), all experimental. Either way tensors are received into their
-            memory, and nothing is ever downloaded to a disk.
+            memory, and nothing is downloaded to a disk unless ``storage`` names a disk cache.
         stall_timeout: The call fails if the file system does not answer for so many seconds. None:
             PENSTOCK_STALL_TIMEOUT, or 120.
         storage: How servers are asked: a dict of `Storage` settings. Loads of the checkpoint use them too.
@@ -649,12 +649,15 @@ def open_as(
         from . import _hub
         from ._patience import patiently
 
-    lacking = None
+    lacking = kept = None
     try:
         snapshot = patiently(lambda: _hub.find(source, absent), stall_timeout, source)
-        return _opened(Checkpoint(_hub.open_snapshot(snapshot, stall_timeout, variant), snapshot), source)
+        if network and _hub.asks_first(snapshot.reference, storage) and _hub.asks_network(source, storage):
+            kept = snapshot
+        else:
+            return _opened(Checkpoint(_hub.open_snapshot(snapshot, stall_timeout, variant), snapshot), source)
     except NotFoundError as error:
-        if error is absent or not network or not _hub.asks_network(source):
+        if error is absent or not network or not _hub.asks_network(source, storage):
             raise
         lacking = error
     finally:
@@ -664,7 +667,7 @@ def open_as(
 
     try:
         return _opened(
-            Checkpoint(*_hub_network.open_repository(source, lacking, stall_timeout, storage, variant)), source
+            Checkpoint(*_hub_network.open_repository(source, lacking, kept, stall_timeout, storage, variant)), source
         )
     finally:
         warn_of_unchecked()

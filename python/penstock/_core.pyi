@@ -158,6 +158,7 @@ class Checkpoint:
         stall_timeout: float | None = None,
         storage: Storage | None = None,
         bearer: tuple[str, str] | None = None,
+        hub: HubLayout | None = None,
         variant: str | None = None,
         leftover: bool = True,
         names: Sequence[str] | None = None,
@@ -165,6 +166,7 @@ class Checkpoint:
         """Ctrl-C raises. stall_timeout: as `stall_timeout` takes it. storage: as `penstock.Storage`.
 
         bearer: ("https://host", token). The token is sent to this server and to no other, also after a redirect.
+        hub: where the disk cache brings files that it has whole.
         variant: whose files are meant in a folder. leftover: an index may be passed over if none of its files is there.
         names: what the folder holds, where its server does not list it.
         """
@@ -268,8 +270,9 @@ def leave_cache_to_parent() -> None:
 class CacheFolder:
     """The folder of the disk cache that ``storage`` names: for commands.
 
-    An entry has "id", "address", "version", "size", "there" (bytes that are there), "disk" (bytes on the disk), "used"
-    (Unix seconds of the last use), "open" (somebody has it open) and "path".
+    An entry has "id", "address", "version", "size", "there" (bytes that are there), "disk" (bytes that are free on the
+    disk when it is removed), "linked" (the Hub's cache has its file too, so none are), "used" (Unix seconds of the last
+    use), "open" (somebody has it open) and "path".
     """
 
     def __new__(cls, storage: Storage | None = None) -> CacheFolder: ...
@@ -300,6 +303,26 @@ class CacheFolder:
         blocks; None if the entry is gone. ``forget``: bad blocks are missing from now on."""
 
 @final
+class HubLayout:
+    """The place of a commit of a repository in huggingface_hub's cache.
+
+    asked: when the Hub said that ``revision`` is this commit (Unix seconds). files: the address of each, its path in
+    the repository, and its sha256 or git's sha1.
+    """
+
+    def __new__(
+        cls,
+        cache: str,
+        repository: str,
+        commit: str,
+        *,
+        revision: str | None,
+        asked: float,
+        symlinks: bool,
+        files: Sequence[tuple[str, str, str]],
+    ) -> HubLayout: ...
+
+@final
 class Pull:
     """Copies of whole objects that a thread makes: into the disk cache, or into files of a folder."""
 
@@ -309,6 +332,7 @@ class Pull:
         options: Options,
         storage: Storage | None = None,
         bearer: tuple[str, str] | None = None,
+        hub: HubLayout | None = None,
     ) -> Pull:
         """Starts it. A file is its address, the path that it goes to (None: only into the disk cache), and version,
         size and CRC32C of the file that is there. With a CRC32C of None the file is not read to compare it."""
@@ -376,14 +400,18 @@ def contents(
     stall_timeout: float | None = None,
     storage: Storage | None = None,
     bearer: tuple[str, str] | None = None,
+    hub: HubLayout | None = None,
 ) -> list[bytes]:
     """All bytes of each of these files or objects, several at a time. UnsupportedError: one has more than `most`.
 
-    bearer: as in `Checkpoint.open`.
+    bearer, hub: as in `Checkpoint.open`.
     """
 
 def proxy(address: str, storage: Storage | None = None) -> tuple[str, str | None] | None:
     """Host and port of the proxy for an address, and the value of Proxy-Authorization."""
+
+def asks_for_versions(storage: Storage | None = None) -> bool | None:
+    """Whether the disk cache of these settings asks servers for versions (not ``offline``); None: there is none."""
 
 def schemes() -> list[str]:
     """The schemes of all addresses that there is a store for, in small letters."""

@@ -61,7 +61,9 @@ def _rows(entries: list[dict[str, Any]], now: float) -> list[list[str]]:
                 share,
                 size_text(entry["disk"]),
                 f"{_age(now - entry['used'])} ago",
-                "open" if entry["open"] else "",
+                ", ".join(
+                    word for word, is_so in (("open", entry["open"]), ("in the Hub's cache", entry["linked"])) if is_so
+                ),
             ]
         )
     return rows

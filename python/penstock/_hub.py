@@ -1,5 +1,6 @@
 """The local cache of the Hugging Face Hub: which folder ``org/name@revision`` stands for. Never the network, and
-nothing is written. What the cache lacks, `_hub_network` reads.
+nothing is written here. What the cache lacks, `_hub_network` reads. With a disk cache, the core brings whole files into
+the local cache too (`_hub_layout`).
 
 A repository there is a folder ``models--org--name`` (checked against huggingface_hub 2.4):
 
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from . import _core
+from ._choices import Storage
 from ._errors import AccessError, InvalidError, NotFoundError, PenstockError, ReadError
 from ._late_imports import importing
 from ._patience import asking, patiently
@@ -133,6 +135,11 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(found)))  # noqa: PTH111
 
 
+def cached_folder(repository: str) -> Path:
+    """The folder of a repository in that cache, whether it is there or not."""
+    return cache_folder() / "--".join(("models", *repository.split("/")))
+
+
 def is_true(value: str | None) -> bool:
     """Whether this value switches a variable of huggingface_hub on."""
     return value is not None and value.upper() in ("1", "ON", "YES", "TRUE")
@@ -146,12 +153,19 @@ def _offline() -> str | None:
     return None
 
 
-def asks_network(source: str) -> bool:
+def asks_network(source: str, storage: Storage | None = None) -> bool:
     """Whether the Hub is asked over the network for what the cache lacks. Without ``hf://``, a name that has no owner
     is more likely a path that is not there."""
     reference = parse(source)
-    explicit = source.startswith(SCHEME)
-    return reference is not None and (explicit or "/" in reference.repository) and _offline() is None
+    if reference is None or _offline() is not None or _core.asks_for_versions(storage) is False:
+        return False
+    return source.startswith(SCHEME) or "/" in reference.repository
+
+
+def asks_first(reference: Reference, storage: Storage | None) -> bool:
+    """Whether the Hub is asked for the commit of a branch or tag although the cache has one: with a disk cache, because
+    what was fetched is in the cache then."""
+    return COMMIT.fullmatch(reference.revision) is None and _core.asks_for_versions(storage) is True
 
 
 def _fetch(reference: Reference, what: str) -> str:
@@ -160,7 +174,7 @@ def _fetch(reference: Reference, what: str) -> str:
     offline = _offline()
     unset = f", with {offline} unset" if offline else ""
     itself = f"penstock writes nothing there, and reads it from the Hub if {offline} is unset" if offline else ""
-    itself = itself or "penstock itself writes nothing there"
+    itself = itself or "penstock itself writes there only with a disk cache"
     return f"{ADVICE}{reference.repository}{revision}`{unset} fetches {what}; {itself}"
 
 
@@ -182,8 +196,7 @@ def find(source: str, absent: PenstockError | None = None) -> Snapshot:
     reference = parse(source)
     if reference is None:
         raise absent or NotFoundError("this is not the name of a repository", path=source)
-    cache = cache_folder()
-    storage = cache / "--".join(("models", *reference.repository.split("/")))
+    storage = cached_folder(reference.repository)
     try:
         if not _is_folder(storage):
             raise _no_repository(source, reference, storage, absent is not None)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from urllib.parse import quote, unquote
 
 from . import _core
 from ._choices import Storage
 from ._errors import InvalidError, NotFoundError
-from ._hub import SCHEME, asks_network, parse
-from ._hub_network import Pinned, Token, base, endpoint, explained, open_commit, pin, token, without_credentials
+from ._hub import SCHEME, asks_network, cached_folder, parse
+from ._hub_network import (
+    Access,
+    Pinned,
+    Token,
+    base,
+    endpoint,
+    explained,
+    open_commit,
+    pin,
+    token,
+    without_credentials,
+)
 from ._patience import T, patiently
 
 
@@ -31,8 +43,9 @@ class HubFolder:
         reference = parse(source)
         if reference is None:
             raise InvalidError(f"{source} is not the name of a repository: hf://org/name@revision")
-        if not asks_network(source):
-            text = "HF_HUB_OFFLINE is set: give the name without hf://, so that it is looked for in the local cache"
+        if not asks_network(source, storage):
+            why = "offline=True" if _core.asks_for_versions(storage) is False else "HF_HUB_OFFLINE is set"
+            text = f"{why}: give the name without hf://, so that it is looked for in the local cache"
             raise NotFoundError(text, path=source)
 
         def ask() -> tuple[Token | None, Pinned]:
@@ -65,10 +78,16 @@ class HubFolder:
         """The path in the folder of the file at this address."""
         return unquote(address).removeprefix(unquote(self.address("")))
 
-    def asked(self, ask: Callable[[tuple[str, str] | None, Storage | None], T]) -> T:
-        """The result of ``ask``, which asks the Hub with this token and these settings."""
+    def kept(self, name: str) -> Path | None:
+        """Where the local cache has a file of the folder at this commit; None if it lacks it."""
+        snapshot = cached_folder(self._reference.repository) / "snapshots" / self._pinned.commit
+        path = snapshot / f"{self._folder}{name}"
+        return path if path.is_file() else None
+
+    def asked(self, ask: Callable[[Access, Storage | None], T]) -> T:
+        """The result of ``ask``, which asks the Hub with this access and these settings."""
         storage = without_credentials(self._storage)
-        return explained(self._source, self._pinned, self._sent, lambda bearer: ask(bearer, storage))
+        return explained(self._source, self._pinned, self._sent, lambda access: ask(access, storage))
 
     def names(self, within: str) -> list[str]:
         """The names of the files in a folder of it ("": in itself). Those of folders in there end with a slash."""
@@ -84,4 +103,4 @@ class HubFolder:
             AccessError, ReadError: the Hub does not give them.
         """
         addresses = [self.address(name) for name in files]
-        return self.asked(lambda bearer, storage: _core.contents(addresses, self._most, None, storage, bearer))
+        return self.asked(lambda access, storage: _core.contents(addresses, self._most, None, storage, *access))

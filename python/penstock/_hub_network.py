@@ -1,5 +1,5 @@
 """The Hugging Face Hub over the network, for what the local cache lacks: which commit a revision is now, what the
-commit holds, and the web addresses of its files. Nothing is written to a disk.
+commit holds, and the web addresses of its files. Nothing is written to a disk, unless a disk cache is named.
 
 One request asks the Hub's API. The core then reads the files from ``<endpoint>/<repository>/resolve/<commit>/<path>``,
 which redirects to wherever the Hub keeps them. The token goes to the Hub's own server, and to no other.
@@ -13,13 +13,14 @@ import json
 import os
 import re
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http.client import HTTPMessage
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from . import _core
@@ -33,7 +34,6 @@ from ._hub import (
     Expected,
     Reference,
     Snapshot,
-    expected_of,
     find,
     home,
     is_true,
@@ -42,10 +42,14 @@ from ._hub import (
     parse,
     partial_sets,
 )
+from ._hub_layout import digest_in, layout_of
 from ._late_imports import importing
 from ._paths import without_secrets
 from ._patience import T, asking, patiently, pause
 from ._tls import warn_of_unchecked
+
+if TYPE_CHECKING:
+    import logging
 
 TRIES = 5
 """Most requests for one thing, as long as the Hub answers at all."""
@@ -81,6 +85,16 @@ class Pinned(NamedTuple):
     commit: str
     names: list[str]
     """The paths of its files."""
+    layout: _core.HubLayout | None = None
+    """Where the local cache has them; None without a disk cache, whose files go there too."""
+
+
+class Access(NamedTuple):
+    """The token and the place for files of the Hub, as the core takes them."""
+
+    bearer: tuple[str, str] | None = None
+    """The Hub's server, and the token for it."""
+    hub: _core.HubLayout | None = None
 
 
 # The environment
@@ -272,17 +286,22 @@ def pin(source: str, reference: Reference, sent: Token | None, storage: Storage 
         AccessError: the Hub does not let us.
         ReadError: the Hub cannot be reached, or does not answer as a Hub does.
     """
-    url, said = _revision(source, reference, sent, storage)
+    keeps, asked = _core.asks_for_versions(storage), time.time()
+    url, said = _revision(source, reference, sent, storage, "?blobs=true" if keeps else "")
     try:
         name, commit = said.get("id") or reference.repository, said["sha"]
-        names = [str(sibling["rfilename"]) for sibling in said["siblings"]]
+        siblings = [dict(sibling) for sibling in said["siblings"]]
+        names = [str(sibling["rfilename"]) for sibling in siblings]
         sound = re.fullmatch(REPOSITORY, name, re.ASCII) is not None and COMMIT.fullmatch(commit) is not None
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         sound = False
     if not sound:
         message = f"{source}: {_name(url)} did not answer as the Hub does (does HF_ENDPOINT name a Hub?)"
         raise ReadError(message, path=url)
-    return Pinned(name, commit, names)
+    pinned = Pinned(name, commit, names)
+    if not keeps:
+        return pinned
+    return pinned._replace(layout=layout_of(reference, commit, base(pinned), siblings, asked))
 
 
 def _revision(
@@ -312,9 +331,7 @@ def digests_of(source: str, pinned: Pinned, storage: Storage | None, files: Sequ
     found = {}
     for file in files:
         about = listed.get(unquote(file.removeprefix(base(pinned))), {})
-        lfs = about.get("lfs")
-        digest = lfs.get("sha256") if isinstance(lfs, dict) else about.get("blobId")
-        if isinstance(digest, str) and (expected := expected_of(digest, "Hub")) is not None:
+        if (expected := digest_in(about, "Hub")) is not None:
             found[file] = expected
     return found
 
@@ -394,9 +411,9 @@ def open_commit(
     address = base(pinned) + quote(reference.within)
     asked = without_credentials(storage)
 
-    def read(bearer: tuple[str, str] | None) -> _core.Checkpoint:
+    def read(access: Access) -> _core.Checkpoint:
         known = None if names is None else [quote(name) for name in names]
-        return _core.Checkpoint.open([address], stall_timeout, asked, bearer, variant, names=known)
+        return _core.Checkpoint.open([address], stall_timeout, asked, *access, variant, names=known)
 
     return explained(source, pinned, sent, read)
 
@@ -406,11 +423,11 @@ def without_credentials(storage: Storage | None) -> Storage | None:
     return cast("Storage", {**storage, "credentials": None}) if isinstance(storage, Mapping) else storage
 
 
-def explained(source: str, pinned: Pinned, sent: Token | None, read: Callable[[tuple[str, str] | None], T]) -> T:
+def explained(source: str, pinned: Pinned, sent: Token | None, read: Callable[[Access], T]) -> T:
     """The result of ``read``, which asks the Hub for files with this token; errors are put in terms of the Hub."""
     where = endpoint()
     try:
-        return read(None if sent is None else (_name(where), sent.text))
+        return read(Access(None if sent is None else (_name(where), sent.text), pinned.layout))
     except AccessError as error:
         if "GatedRepo" in error.message:
             raise gated(source, pinned.repository, sent, f"({error})") from None
@@ -450,12 +467,17 @@ def _names(source: str, reference: Reference, pinned: Pinned, variant: str | Non
 
 def open_repository(
     source: str,
-    lacking: NotFoundError,
+    lacking: NotFoundError | None,
+    kept: Snapshot | None = None,
     stall_timeout: float | None = None,
     storage: Storage | None = None,
     variant: str | None = None,
 ) -> tuple[_core.Checkpoint, Snapshot | None, Digests | None]:
-    """The checkpoint that ``source`` names, from the Hub; ``lacking`` is what the local cache lacks of it.
+    """The checkpoint that ``source`` names, from the Hub.
+
+    Args:
+        lacking: What the local cache lacks of it; None if it has the snapshot ``kept``.
+        kept: A commit that the revision had. It is opened if the Hub cannot be reached.
 
     Returns:
         The checkpoint of the core. The snapshot that it is, if the cache has that very commit, else what asks the Hub
@@ -467,38 +489,48 @@ def open_repository(
     """
     reference = parse(source)
     if reference is None:
-        raise lacking
+        raise lacking or InvalidError(f"{source!r} is not the name of a repository")
 
     def ask() -> tuple[Token | None, Pinned]:
         sent = token()
         return sent, pin(source, reference, sent, storage)
 
-    pinned = None
     try:
         sent, pinned = patiently(ask, stall_timeout, endpoint())
-        # The cache may have the commit, and not know that it is this revision
-        local = f"{SCHEME}{reference.repository}@{pinned.commit}" + (f"/{reference.within}" if reference.within else "")
-        try:
-            snapshot = patiently(lambda: find(local), stall_timeout, local)
-            return open_snapshot(snapshot, stall_timeout, variant), snapshot, None
-        except NotFoundError:
-            pass
+    except ReadError as error:
+        if kept is None:
+            raise _both(source, error, lacking, True) from error.__cause__
+        _logger().warning("%s, so %s is commit %s of the local Hub cache", error.message, source, kept.commit)
+        return open_snapshot(kept, stall_timeout, variant), kept, None
+    except (NotFoundError, AccessError) as error:
+        raise _both(source, error, lacking, True) from error.__cause__
+    # The cache may have the commit, and not know that it is this revision
+    local = f"{SCHEME}{reference.repository}@{pinned.commit}" + (f"/{reference.within}" if reference.within else "")
+    try:
+        snapshot = patiently(lambda: find(local), stall_timeout, local)
+        return open_snapshot(snapshot, stall_timeout, variant), snapshot, None
+    except NotFoundError as error:
+        lacking = lacking or error
+    try:
         core = open_commit(source, reference, pinned, sent, stall_timeout, storage, variant)
     except (NotFoundError, AccessError, ReadError) as error:
-        raise _both(source, error, lacking, pinned is None) from error.__cause__
+        raise _both(source, error, lacking, False) from error.__cause__
     _tell(source, pinned, lacking)
     return core, None, partial(digests_of, source, pinned, storage)
 
 
-def _both(source: str, error: PenstockError, lacking: NotFoundError, unknown: bool) -> PenstockError:
+def _both(source: str, error: PenstockError, lacking: NotFoundError | None, unknown: bool) -> PenstockError:
     """The error of the Hub, with what the cache said before. ``unknown``: whether the Hub has it."""
-    message = f"{error.message}. The local cache was looked at first: {_lacks(source, lacking)}"
+    if lacking is None:
+        cache = "The local cache has it. With a disk cache the Hub is asked for it first; HF_HUB_OFFLINE=1 asks nobody"
+    else:
+        cache = f"The local cache was looked at first: {_lacks(source, lacking)}"
     kind = type(error)
     if kind is ReadError and unknown and not source.startswith(SCHEME):
         kind = NotFoundError  # as offline: nothing here has that name
     number = errno.ENOENT if kind is NotFoundError else error.errno
-    status, request_id = error.status, error.request_id
-    return kind(message, path=error.path, range=error.range, errno=number, status=status, request_id=request_id)
+    status, request_id, text = error.status, error.request_id, f"{error.message}. {cache}"
+    return kind(text, path=error.path, range=error.range, errno=number, status=status, request_id=request_id)
 
 
 def _lacks(source: str, lacking: NotFoundError) -> str:
@@ -506,18 +538,28 @@ def _lacks(source: str, lacking: NotFoundError) -> str:
     return lacking.message.removeprefix(f"{source}: ").partition(ADVICE)[0].rstrip(" .")
 
 
-def _tell(source: str, pinned: Pinned, lacking: NotFoundError) -> None:
-    """Says that the network is used: as a warning, except where that was asked for and the cache has nothing of it."""
+def _logger() -> logging.Logger:
     with importing():
         import logging
-    logger = logging.getLogger("penstock")
-    logger.log(
-        logging.INFO if source.startswith(SCHEME) and lacking.path == source else logging.WARNING,
-        "%s: the local Hub cache cannot serve it (%s), so each load reads commit %s of %s from %s and keeps nothing; "
+    return logging.getLogger("penstock")
+
+
+def _tell(source: str, pinned: Pinned, lacking: NotFoundError) -> None:
+    """Says that the network is used: as a warning, except where that was asked for and the cache has nothing of it, or
+    where a disk cache keeps it."""
+    with importing():
+        import logging
+    kept, quiet = "keeps nothing", source.startswith(SCHEME) and lacking.path == source
+    if pinned.layout is not None:
+        kept, quiet = "the disk cache keeps it; whole files go to the local Hub cache too", True
+    _logger().log(
+        logging.INFO if quiet else logging.WARNING,
+        "%s: the local Hub cache cannot serve it (%s), so each load reads commit %s of %s from %s and %s; "
         "`hf download` keeps it, and HF_HUB_OFFLINE=1 keeps penstock from the network",
         source,
         _lacks(source, lacking),
         pinned.commit,
         pinned.repository,
         endpoint(),
+        kept,
     )

@@ -23,6 +23,7 @@ from ._choices import Storage
 from ._errors import BusyError, InvalidError, LimitError, NotFoundError, UnsupportedError, WriteError
 from ._hub import SCHEME
 from ._hub_folder import HubFolder
+from ._hub_network import Access
 from ._options import make_options
 from ._paths import is_web, without_secrets
 from ._progress import INTERVAL, Meter, Progress
@@ -40,7 +41,7 @@ _LONGEST = 250
 _DEEPEST = 32
 """Folders in folders of what comes along. A link that leads back has no end."""
 
-Ask = Callable[[tuple[str, str] | None, Storage | None], Any]
+Ask = Callable[[Access, Storage | None], Any]
 
 
 class _Files(NamedTuple):
@@ -48,7 +49,9 @@ class _Files(NamedTuple):
 
     addresses: dict[str, str]
     asked: Callable[[Ask], Any]
-    """Calls a function with the token for their server, and the settings."""
+    """Calls a function with what their server wants, and the settings."""
+    kept: Callable[[str], Path | None] = lambda path: None
+    """Where the Hub's cache has the file of this path: loads open it there, so the disk cache need not have it."""
 
 
 class PulledFile(NamedTuple):
@@ -76,7 +79,7 @@ class Pulled(NamedTuple):
 
 
 def _plain(storage: Storage) -> Callable[[Ask], Any]:
-    return lambda ask: ask(None, storage)
+    return lambda ask: ask(Access(), storage)
 
 
 def _checked(path: str, place: str) -> str:
@@ -98,7 +101,7 @@ def _model(address: str, storage: Storage, variant: str | None, code: bool) -> t
         hub = HubFolder(address, _MOST, storage)
         weights = {hub.name(file): file for file in hub.open(variant).files()}
         others = {name: hub.address(name) for name in small_files(address, hub.names, hub.read, code)}
-        return _of_model(address, weights, others, hub.asked)
+        return _of_model(address, weights, others, hub.asked, hub.kept)
     core = _core.Checkpoint.open([address], None, storage, variant=variant)
     warn_of_unchecked()
     if address.lower().startswith(("http://", "https://")):
@@ -127,12 +130,16 @@ def _model(address: str, storage: Storage, variant: str | None, code: bool) -> t
 
 
 def _of_model(
-    address: str, weights: dict[str, str], others: dict[str, str], asked: Callable[[Ask], Any]
+    address: str,
+    weights: dict[str, str],
+    others: dict[str, str],
+    asked: Callable[[Ask], Any],
+    kept: Callable[[str], Path | None] = lambda path: None,
 ) -> tuple[_Files, _Files]:
     for path in (*weights, *others):
         _checked(path, address)
     rest = {path: others[path] for path in sorted(others) if path not in weights}
-    return _Files(weights, asked), _Files(rest, asked)
+    return _Files(weights, asked, kept), _Files(rest, asked, kept)
 
 
 def _all_below(place: str, storage: Storage) -> _Files:
@@ -279,16 +286,21 @@ class _Moving:
         addresses = {prefix + path: address for path, address in files.addresses.items()}
         if taken := sorted(set(addresses) & {file.path for file in self.files}):
             raise InvalidError(f"two files would be called {taken[0]!r}")
+        if self._folder is None:
+            there = {path: found for path in files.addresses if (found := files.kept(path)) is not None}
+            for path, found in there.items():
+                address = without_secrets(addresses.pop(prefix + path))
+                self.files.append(PulledFile(prefix + path, address, found.stat().st_size, None, True))
         if addresses:
-            files.asked(lambda bearer, storage: self._move(addresses, bearer, storage))
+            files.asked(lambda access, storage: self._move(addresses, access, storage))
 
-    def _move(self, addresses: Mapping[str, str], bearer: tuple[str, str] | None, storage: Storage | None) -> None:
+    def _move(self, addresses: Mapping[str, str], access: Access, storage: Storage | None) -> None:
         folder = self._folder
         asked: list[tuple[str, str | None, tuple[str, int, int | None] | None]] = [
             (address, None, None) if folder is None else (address, folder.place(path), folder.known(path, address))
             for path, address in addresses.items()
         ]
-        pull = _core.Pull.start(asked, make_options(None), storage, bearer)
+        pull = _core.Pull.start(asked, make_options(None), storage, *access)
         seen = 0
         try:
             while not pull.wait(INTERVAL):

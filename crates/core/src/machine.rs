@@ -213,6 +213,19 @@ pub fn block_signals() {
     }
 }
 
+/// Gives this thread the lowest priority, of processors and of disks. It cannot take that back.
+pub(crate) fn give_way() {
+    const THIS_THREAD: libc::id_t = 0;
+    /// `IOPRIO_WHO_PROCESS`, and the class that waits for all others (ioprio_set(2)).
+    const WHO: libc::c_int = 1;
+    const IDLE: libc::c_int = 3 << 13;
+    // SAFETY: plain system calls about this thread. Where they are refused, the work has the usual priority.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, THIS_THREAD, 19);
+        libc::syscall(libc::SYS_ioprio_set, WHO, 0, IDLE);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

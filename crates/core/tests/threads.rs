@@ -19,7 +19,8 @@ use penstock::save::{Arrangement, At, Save, SavePlan, SaveRequest, Tensor};
 use penstock::source::{Destination, Progress, Read};
 use penstock::store::{
     evict, identity_of, CacheFill, CacheSettings, CredentialSource, Files, FillState, GivenCredentials,
-    GivesCredentials, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Web, WebSettings,
+    GivesCredentials, HubFile, HubLayout, Location, Object, Objects, Secret, StorageSettings, Store, Stores, Web,
+    WebSettings,
 };
 use penstock::threads::{trip, untrip};
 use penstock::{Checkpoint, Load, Memory, Request, Want, Where};
@@ -276,6 +277,48 @@ fn threads_of_the_disk_cache() {
         assert!(begun.elapsed() < PROMPTLY, "{name}: after {:?}", begun.elapsed());
         load(&checkpoint, Options::default()).unwrap();
     }
+}
+
+/// The load and the disk cache are as without it.
+#[test]
+fn the_thread_that_fills_the_cache_of_the_hub() {
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    drop(shard(folder.path()));
+    let contents = Contents::default();
+    let content = Arc::new(std::fs::read(folder.path().join("model.safetensors")).unwrap());
+    contents.lock().unwrap().insert("/o.safetensors".into(), (content, "\"one\"".to_owned()));
+    let server = WebServer::of(&contents, |_| Fault::None);
+    let url = server.url("/o.safetensors");
+    let file = HubFile { path: "o.safetensors".to_owned(), digest: "0".repeat(64) };
+    let hub = HubLayout {
+        cache: folder.path().join("hub"),
+        repository: "org/name".to_owned(),
+        commit: "0".repeat(40),
+        revision: None,
+        asked: SystemTime::now(),
+        files: [(url.clone(), file)].into(),
+        symlinks: true,
+    };
+    let cache = CacheSettings { folder: Some(folder.path().join("cache")), free: Some(0), ..CacheSettings::default() };
+    let cache = CacheSettings { hub: Some(Arc::new(hub)), ..cache };
+    let stores = Stores::with(StorageSettings { cache, ..StorageSettings::default() });
+    let checkpoint = Checkpoint::open_cancellable(&[url], &FolderRequest::plain(), &stores, SOON, || true).unwrap();
+    let checkpoint = Arc::new(checkpoint);
+    let reason = || {
+        let load = Load::start(request(&checkpoint, Options::default())).unwrap();
+        assert!(load.wait(Some(SOON)).unwrap());
+        let cache = load.report().disk_cache.unwrap();
+        assert!(cache.wait(SOON));
+        cache.status().reason
+    };
+    trip("penstock-hub");
+    let said = reason();
+    untrip();
+    assert!(said.contains("penstock-hub") && said.contains("on purpose"), "{said}");
+    // The next one finds that the digest is another one.
+    let said = reason();
+    assert!(said.contains("their digest is"), "{said}");
 }
 
 #[test]

@@ -3,9 +3,10 @@
 use crate::errors::{detached, interruptibly, raise};
 use crate::fill::CacheFill;
 use crate::guard::{answer, guarded, Answer, Held, Listed};
+use crate::hub::HubLayout;
 use crate::look::told;
 use crate::options::{order_of, stall_timeout_of};
-use crate::storage::stores_of;
+use crate::storage::stores_of_hub;
 use penstock::format::{Checkpoint as Core, FolderRequest};
 use penstock::plan::layout::tensors_in_order;
 use pyo3::exceptions::{PyIndexError, PyKeyError};
@@ -24,21 +25,22 @@ pub(crate) struct Checkpoint(pub(crate) Held<Arc<Core>>);
 impl Checkpoint {
     #[staticmethod]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
-    #[pyo3(signature = (sources, stall_timeout = None, storage = None, bearer = None, variant = None, leftover = true,
-                        names = None))]
+    #[pyo3(signature = (sources, stall_timeout = None, storage = None, bearer = None, hub = None, variant = None,
+                        leftover = true, names = None))]
     fn open(
         py: Python<'_>,
         sources: Listed<PathBuf>,
         stall_timeout: Option<f64>,
         storage: Option<&Bound<'_, PyAny>>,
         bearer: Option<(String, String)>,
+        hub: Option<&HubLayout>,
         variant: Option<String>,
         leftover: bool,
         names: Option<Listed<String>>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let stall = stall_timeout_of(stall_timeout)?;
-            let stores = stores_of(py, storage, bearer)?;
+            let stores = stores_of_hub(py, storage, bearer, hub)?;
             let names = names.map(|names| names.0.iter().map(OsString::from).collect());
             let asked = FolderRequest { variant, leftover, names };
             interruptibly(py, |go_on| Core::open_cancellable(&sources.0, &asked, &stores, stall, go_on)).map(Self::of)

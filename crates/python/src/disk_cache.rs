@@ -25,7 +25,7 @@ type Compared = (u64, Vec<(u64, u64)>);
 /// - fetched_again_bytes: bytes of these that came from servers again, after the load.
 /// - cpu_seconds: seconds of a processor for writing, checksums included.
 /// - seconds: from the beginning of the load to the end of this work, or until now.
-/// - reason: why objects, or parts of them, are not cached; otherwise empty.
+/// - reason: why objects, or parts of them, are not cached, or are not in the Hub's cache; otherwise empty.
 /// - wait(timeout=None): waits until nothing is left to do; False if `timeout` seconds passed first. Ctrl-C raises.
 #[pyclass(frozen, module = "penstock")]
 pub(crate) struct DiskCache(Held<Vec<Arc<CacheProgress>>>);
@@ -159,7 +159,7 @@ pub(crate) struct CacheFolder(Held<Arc<Core>>);
 
 fn described<'py>(py: Python<'py>, entry: &EntryInfo) -> PyResult<Bound<'py, PyDict>> {
     let d = PyDict::new(py);
-    set_fields!(d, entry, id, address, version, size, there, disk, open);
+    set_fields!(d, entry, id, address, version, size, there, disk, linked, open);
     let used = entry.used.duration_since(UNIX_EPOCH).unwrap_or_default();
     d.set_item("used", used.as_secs_f64())?;
     d.set_item("path", entry.path.as_os_str())?;

@@ -14,6 +14,7 @@ mod dlpack;
 mod errors;
 mod fill;
 mod guard;
+mod hub;
 mod leased;
 mod load;
 mod look;
@@ -46,6 +47,8 @@ mod _core {
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
     #[pymodule_export]
+    use crate::hub::HubLayout;
+    #[pymodule_export]
     use crate::leased::Leased;
     #[pymodule_export]
     use crate::load::{Load, View};
@@ -72,7 +75,9 @@ mod _core {
     #[pymodule_export]
     use crate::small_files::{contents, names_in};
     #[pymodule_export]
-    use crate::storage::{authorities, certificates, proxy, schemes, storage_settings, storage_table, unchecked_hosts};
+    use crate::storage::{asks_for_versions, authorities, certificates, proxy, schemes};
+    #[pymodule_export]
+    use crate::storage::{storage_settings, storage_table, unchecked_hosts};
     #[pymodule_export]
     use crate::waiting::exiting;
     use pyo3::prelude::*;

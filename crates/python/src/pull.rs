@@ -2,8 +2,9 @@
 
 use crate::errors::detached;
 use crate::guard::{answer, guarded, letting_go, perform, Answer, Held, Listed};
+use crate::hub::HubLayout;
 use crate::options::Options;
-use crate::storage::stores_of;
+use crate::storage::stores_of_hub;
 use crate::waiting::patiently;
 use penstock::pull::{KnownFile, Pull as Core, PullFile};
 use pyo3::prelude::*;
@@ -34,16 +35,17 @@ impl Drop for Pull {
 #[pymethods]
 impl Pull {
     #[staticmethod]
-    #[pyo3(signature = (files, options, storage = None, bearer = None))]
+    #[pyo3(signature = (files, options, storage = None, bearer = None, hub = None))]
     fn start(
         py: Python<'_>,
         files: Listed<Asked>,
         options: &Options,
         storage: Option<&Bound<'_, PyAny>>,
         bearer: Option<(String, String)>,
+        hub: Option<&HubLayout>,
     ) -> PyResult<Self> {
         guarded(py, || {
-            let stores = stores_of(py, storage, bearer)?;
+            let stores = stores_of_hub(py, storage, bearer, hub)?;
             let known = |(version, size, crc)| KnownFile { version, size, crc };
             let file = |(from, into, there): Asked| PullFile { from, into, known: there.map(known) };
             let files = files.0.into_iter().map(file).collect();

@@ -2,8 +2,9 @@
 
 use crate::errors::interruptibly;
 use crate::guard::{answer, Answer, Listed};
+use crate::hub::HubLayout;
 use crate::options::stall_timeout_of;
-use crate::storage::stores_of;
+use crate::storage::{stores_of, stores_of_hub};
 use penstock::format;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -28,7 +29,7 @@ pub(crate) fn names_in<'py>(
 
 /// All bytes of each of these files, of `most` bytes at most.
 #[pyfunction]
-#[pyo3(signature = (files, most, stall_timeout = None, storage = None, bearer = None))]
+#[pyo3(signature = (files, most, stall_timeout = None, storage = None, bearer = None, hub = None))]
 pub(crate) fn contents<'py>(
     py: Python<'py>,
     files: Listed<OsString>,
@@ -36,10 +37,11 @@ pub(crate) fn contents<'py>(
     stall_timeout: Option<f64>,
     storage: Option<&Bound<'py, PyAny>>,
     bearer: Option<(String, String)>,
+    hub: Option<&HubLayout>,
 ) -> Answer<'py, Vec<Bound<'py, PyBytes>>> {
     answer(py, || {
         let stall = stall_timeout_of(stall_timeout)?;
-        let stores = stores_of(py, storage, bearer)?;
+        let stores = stores_of_hub(py, storage, bearer, hub)?;
         let found = interruptibly(py, |go_on| format::contents(&files.0, most, &stores, stall, go_on))?;
         Ok(found.iter().map(|bytes| PyBytes::new(py, bytes)).collect::<Vec<_>>())
     })

@@ -3,6 +3,7 @@
 use crate::credentials::{of_callable, of_profile};
 use crate::errors::{detached, invalid, raise};
 use crate::guard::{answer, Answer};
+use crate::hub::HubLayout;
 use crate::options::{entry_of, repr, text_of, value_of};
 use penstock::options::Form;
 use penstock::store::{Bearer, ProfileSource, Secret, StorageSetting, StorageSettings, Stores, STORAGE_SETTINGS};
@@ -84,12 +85,45 @@ pub(crate) fn proxy<'py>(
     })
 }
 
+/// Whether the disk cache of these settings asks servers for versions; None: there is no disk cache.
+#[pyfunction]
+#[pyo3(signature = (storage = None))]
+pub(crate) fn asks_for_versions<'py>(
+    py: Python<'py>,
+    storage: Option<&Bound<'py, PyAny>>,
+) -> Answer<'py, Option<bool>> {
+    answer(py, || {
+        let cache = settings_of(py, storage, None)?.cache;
+        Ok(cache.folder.map(|_| !cache.offline))
+    })
+}
+
 /// The stores of an open with these settings. `bearer` is a server and the token for it.
 pub(crate) fn stores_of(
     py: Python<'_>,
     given: Option<&Bound<'_, PyAny>>,
     bearer: Option<(String, String)>,
 ) -> PyResult<Stores> {
+    settings_of(py, given, bearer).map(Stores::with)
+}
+
+/// The same for files of the Hub. What the disk cache has whole goes to this place too.
+pub(crate) fn stores_of_hub(
+    py: Python<'_>,
+    given: Option<&Bound<'_, PyAny>>,
+    bearer: Option<(String, String)>,
+    hub: Option<&HubLayout>,
+) -> PyResult<Stores> {
+    let mut settings = settings_of(py, given, bearer)?;
+    settings.cache.hub = hub.map(HubLayout::core).filter(|_| settings.cache.folder.is_some());
+    Ok(Stores::with(settings))
+}
+
+fn settings_of(
+    py: Python<'_>,
+    given: Option<&Bound<'_, PyAny>>,
+    bearer: Option<(String, String)>,
+) -> PyResult<StorageSettings> {
     let mut settings = StorageSettings::default();
     settings.s3.profiles = Some(ProfileSource(of_profile));
     for setting in STORAGE_SETTINGS {
@@ -132,5 +166,5 @@ pub(crate) fn stores_of(
     if settings.cache.offline && settings.cache.folder.is_none() {
         return Err(invalid("offline=True takes everything from the disk cache: name it by disk_cache"));
     }
-    Ok(Stores::with(settings))
+    Ok(settings)
 }

@@ -42,7 +42,7 @@ pub use cache::{evict, evict_while, residency_while, warm, warm_while};
 pub(crate) use disk_cache::stop_cache_work;
 pub use disk_cache::{
     is_disk_cache, leave_to_parent, CacheFolder, CacheProgress, CacheRoom, CacheStatus, DiskCacheSettings, EntryInfo,
-    GivenObject, Prune, Pruned,
+    GivenObject, HubFile, HubLayout, Prune, Pruned,
 };
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};

@@ -209,15 +209,7 @@ pub trait Store: Send + Sync + Debug {
     /// # Errors
     /// The errors of [`read`](Self::read) and of `check`.
     fn content(&self, at: &Location, most: u64, watch: &Watch, check: CheckSize<'_>) -> Result<Vec<u8>> {
-        // What is wanted whole is asked for in one request.
-        let mut open = match self.open(at, MOST_PER_REQUEST, watch) {
-            // The server sends all or nothing.
-            Err(e) if e.status() == Some(200) && most > MOST_PER_REQUEST => self.open(at, most, watch)?,
-            open => open?,
-        };
-        check(open.head.size)?;
-        open.read_until(open.head.size.min(most))?;
-        Ok(open.close().bytes)
+        content_of(self, at, most, watch, check)
     }
 
     /// The names of what lies directly in a folder, or under an address; `None` if there is an object. A name that ends with a
@@ -300,6 +292,25 @@ pub trait Store: Send + Sync + Debug {
         let _ = times;
         Err(Error::new(ErrorKind::Unsupported, "this store cannot measure its requests").at(at))
     }
+}
+
+/// All bytes of an object, in as few requests as its store needs: see [`Store::content`].
+pub(super) fn content_of<S: Store + ?Sized>(
+    store: &S,
+    at: &Location,
+    most: u64,
+    watch: &Watch,
+    check: CheckSize<'_>,
+) -> Result<Vec<u8>> {
+    // What is wanted whole is asked for in one request.
+    let mut open = match store.open(at, MOST_PER_REQUEST, watch) {
+        // The server sends all or nothing.
+        Err(e) if e.status() == Some(200) && most > MOST_PER_REQUEST => store.open(at, most, watch)?,
+        open => open?,
+    };
+    check(open.head.size)?;
+    open.read_until(open.head.size.min(most))?;
+    Ok(open.close().bytes)
 }
 
 /// The objects of one load. Files are named by their number in the checkpoint. `facts`, `resident_within`, `hole` and `verify`

@@ -202,13 +202,13 @@ fn made(provider: &'static Provider, settings: &StorageSettings) -> Arc<dyn Stor
         made.remove(0);
     }
     let mut store: Arc<dyn Store> = Arc::new(Web::of(provider, settings.clone(), environment.clone()));
-    let CacheSettings { offline, mirrors, mirror_token, waits, .. } = settings.cache.clone();
+    let CacheSettings { offline, mirrors, mirror_token, waits, hub, .. } = settings.cache.clone();
     if !mirrors.is_empty() && !offline {
         let mirrors = mirrors.into_iter().map(|address| Web::of_mirror(settings, address, mirror_token.clone()));
         store = Arc::new(MirroredStore::new(store, mirrors.collect()));
     }
     if let Some(cache) = disk_cache(&settings.cache) {
-        store = Arc::new(CachedStore::new(store, cache, offline, waits));
+        store = Arc::new(CachedStore::new(store, cache, offline, waits, hub));
     }
     made.push(MadeStore { scheme, environment, settings: settings.clone(), store: store.clone() });
     store

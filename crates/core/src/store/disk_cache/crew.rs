@@ -4,7 +4,9 @@
 //! A block that a load waits for is read before others are written. What was written is synced, 64 MiB at a time and at the
 //! end. Blocks that were dropped are asked of the server again when no load runs, if the settings say so.
 
+use super::hub::HubPlace;
 use super::progress::{CacheProgress, Pending};
+use super::publish::{PublishJob, Publisher};
 use super::{BlockState, CacheEntry, CacheFolder, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine::{block_signals, thread_cpu};
@@ -132,6 +134,10 @@ pub(super) struct CachedFile {
     pub(super) folder: Arc<CacheFolder>,
     pub(super) entry: Arc<CacheEntry>,
     pub(super) object: Object,
+    /// Its place in the Hub's cache, if it has one.
+    hub: Option<Arc<HubPlace>>,
+    /// It is on its way there.
+    offered: AtomicBool,
     /// Bytes for which room was made and which were not written yet.
     room: AtomicU64,
     /// There is no more room for it.
@@ -145,17 +151,41 @@ pub(super) struct CachedFile {
 }
 
 impl CachedFile {
-    pub(super) fn new(folder: Arc<CacheFolder>, entry: Arc<CacheEntry>, object: Object) -> CachedFile {
+    pub(super) fn new(
+        folder: Arc<CacheFolder>,
+        entry: Arc<CacheEntry>,
+        object: Object,
+        hub: Option<HubPlace>,
+    ) -> CachedFile {
         CachedFile {
             folder,
             entry,
             object,
+            hub: hub.map(Arc::new),
+            offered: AtomicBool::new(false),
             room: AtomicU64::new(0),
             full: AtomicBool::new(false),
             unsynced: AtomicU64::new(0),
             writes: AtomicUsize::new(0),
             sources: AtomicUsize::new(0),
         }
+    }
+
+    /// Has it brought to its place in the Hub's cache, if it has one, and is whole.
+    pub(super) fn offer(&self, progress: &Arc<CacheProgress>) {
+        let Some(place) = self.hub.as_ref().filter(|_| !self.offered.load(Ordering::Relaxed)) else { return };
+        if !self.entry.is_complete().unwrap_or_default() || self.offered.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        Publisher::process().add(PublishJob {
+            place: place.clone(),
+            folder: self.folder.clone(),
+            key: self.entry.key(),
+            version: self.entry.header().version.clone(),
+            size: self.entry.size(),
+            progress: progress.clone(),
+            _pending: progress.pending(),
+        });
     }
 
     /// A source of the load begins.
@@ -377,6 +407,8 @@ impl CacheCrew {
             let job = CacheJob::Sync(file.clone(), progress.clone(), progress.pending());
             lock(&self.jobs).others.push_back(job);
             self.go_on();
+        } else if last {
+            file.offer(progress);
         }
     }
 
@@ -409,6 +441,7 @@ impl CacheCrew {
     pub(super) fn load_begins(&'static self) -> CrewLoad {
         lock(&self.jobs).loads += 1;
         self.pause.store(true, Ordering::Relaxed);
+        Publisher::process().load_begins();
         CrewLoad(self.pid)
     }
 
@@ -506,6 +539,7 @@ impl CacheCrew {
                     let synced = file.entry.sync();
                     progress.has_synced(synced.err().as_ref(), thread_cpu().saturating_sub(cpu));
                 }
+                file.offer(&progress);
                 None
             }
             CacheJob::Again(job) => self.ask_again(job),
@@ -650,7 +684,9 @@ impl Jobs {
 
 /// Ends what the disk cache does after loads, and waits at most so long for its threads.
 pub(crate) fn stop_cache_work(patience: Duration) {
+    let until = Instant::now() + patience.min(LONGEST_WAIT);
     CacheCrew::process().stop(patience);
+    Publisher::process().stop(until.saturating_duration_since(Instant::now()));
 }
 
 /// A load through the cache that runs.
@@ -663,6 +699,7 @@ impl Drop for CrewLoad {
         if crew.pid != self.0 {
             return; // counted in the process that this one was forked from
         }
+        Publisher::process().load_ends();
         let mut jobs = lock(&crew.jobs);
         jobs.loads -= 1;
         if jobs.loads > 0 {

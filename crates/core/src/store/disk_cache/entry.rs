@@ -1,6 +1,7 @@
 //! One object in the cache: its data file, and its map.
 
 use super::directory::{refused, Directory, PART};
+use super::key::CacheKey;
 use super::lock::{held, retried, try_lock, unlock, LockKind};
 use super::map::{blocks, boot_tag, random, slots, MapHeader, Slot, BLOCK, MOST_BYTES, MOST_HEADER, SLOT};
 use super::on_demand::{FileUse, OnDemandFile};
@@ -140,7 +141,8 @@ pub(super) fn header_of(map: &File) -> io::Result<Result<(MapHeader, u64), &'sta
     Ok(MapHeader::parse(&bytes[..got]))
 }
 
-fn read_up_to(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
+/// Reads from here on until the memory is full or the file ends. Returns how many bytes it read.
+pub(super) fn read_up_to(file: &File, into: &mut [u8], at: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < into.len() {
         match file.read_at(&mut into[done..], at + done as u64) {
@@ -236,6 +238,11 @@ impl CacheEntry {
 
     pub(super) fn header(&self) -> &MapHeader {
         &self.header
+    }
+
+    /// The location of the object.
+    pub(super) fn key(&self) -> CacheKey {
+        CacheKey { hash: self.header.key, shown: self.header.address.clone() }
     }
 
     /// Bytes of the object.
@@ -550,7 +557,7 @@ impl CacheEntry {
     }
 
     /// The data file past the page cache, if its file system has that for whole pages.
-    fn open_direct(&self, write: bool) -> Option<File> {
+    pub(super) fn open_direct(&self, write: bool) -> Option<File> {
         let data = self.data.get().ok()?;
         let own = OwnedFd::from(data.try_clone().ok()?);
         let unit = facts_of(&own, &self.data_path).ok()?.lanes.unit?;
@@ -681,6 +688,18 @@ impl CacheEntry {
         // Otherwise a loss of power while it is written anew could bring its old state back.
         let map = self.map_to_write()?;
         map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))
+    }
+
+    /// Makes all blocks missing.
+    pub(super) fn forget_all(&self) -> Result<()> {
+        self.check(&(0..0))?;
+        if !self.writable {
+            return Err(refused("it is read-only").at(&self.map_path));
+        }
+        let slots = Slot::Missing.encode(boot_tag()).repeat(self.blocks() as usize);
+        let map = self.map_to_write()?;
+        let written = map.write_all_at(&slots, self.first_slot).and_then(|()| map.sync_data());
+        written.map_err(|e| Error::write("write the states of the blocks", &e).at(&self.map_path))
     }
 
     /// Checks that these are blocks of the object, and that this process opened it.

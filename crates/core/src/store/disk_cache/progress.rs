@@ -27,7 +27,7 @@ pub struct CacheStatus {
     pub seconds: f64,
     /// Nothing is left to do.
     pub finished: bool,
-    /// The reason for which objects, or parts of them, are not cached; empty without one.
+    /// The reason for which objects, or parts of them, are not cached, or not in huggingface_hub's cache; empty without one.
     pub reason: String,
 }
 
@@ -50,10 +50,12 @@ pub struct CacheProgress {
     copies: Mutex<Vec<bool>>,
     /// By number of file: why the cache takes nothing of it.
     refusals: Mutex<BTreeMap<u32, String>>,
+    /// The work for small files of the same store, which is waited for too.
+    small: Option<Arc<CacheProgress>>,
 }
 
 impl CacheProgress {
-    pub(super) fn new() -> Arc<CacheProgress> {
+    pub(super) fn new(small: Option<Arc<CacheProgress>>) -> Arc<CacheProgress> {
         let state = ProgressState { status: CacheStatus::default(), pending: 0, ended: None };
         let (pid, began) = (std::process::id(), Instant::now());
         Arc::new(CacheProgress {
@@ -63,6 +65,7 @@ impl CacheProgress {
             changed: Condvar::new(),
             copies: Mutex::default(),
             refusals: Mutex::default(),
+            small,
         })
     }
 
@@ -158,9 +161,10 @@ impl CacheProgress {
             let reason = "it belongs to the parent process".to_owned();
             return CacheStatus { reason, finished: true, ..CacheStatus::default() };
         }
+        let is_small_done = self.small.as_ref().is_none_or(|small| lock(&small.state).pending == 0);
         let state = lock(&self.state);
         let seconds = state.ended.unwrap_or_else(|| self.began.elapsed()).as_secs_f64();
-        CacheStatus { seconds, finished: state.pending == 0, ..state.status.clone() }
+        CacheStatus { seconds, finished: state.pending == 0 && is_small_done, ..state.status.clone() }
     }
 
     /// Waits until nothing is left to do, at most for `timeout`; false if that passed first.
@@ -177,7 +181,8 @@ impl CacheProgress {
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
+        drop(state);
+        self.small.as_ref().is_none_or(|small| small.wait(until.saturating_duration_since(Instant::now())))
     }
 }
 

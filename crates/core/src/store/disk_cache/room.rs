@@ -35,8 +35,10 @@ pub struct EntryInfo {
     pub size: u64,
     /// Bytes that are there.
     pub there: u64,
-    /// Bytes on the disk.
+    /// Bytes on the disk that are free when it is removed.
     pub disk: u64,
+    /// The data file has another name, in huggingface_hub's cache: its bytes stay as long as that.
+    pub linked: bool,
     /// When it was last used.
     pub used: SystemTime,
     /// Somebody has it open.
@@ -88,6 +90,7 @@ struct Evictable {
     id: String,
     used: SystemTime,
     disk: u64,
+    linked: bool,
 }
 
 impl CacheFolder {
@@ -106,7 +109,7 @@ impl CacheFolder {
             return Ok(lacking == 0);
         }
         self.remove_leftovers()?;
-        for one in self.evictable()? {
+        for one in self.evictable()?.into_iter().filter(|one| !one.linked) {
             if lacking == 0 {
                 break;
             }
@@ -170,7 +173,7 @@ impl CacheFolder {
         for entry in entries {
             let chosen = match how {
                 Prune::All => true,
-                Prune::ToSize(most) => used > *most,
+                Prune::ToSize(most) => used > *most && !entry.linked,
                 Prune::OlderThan(age) => now.duration_since(entry.used).is_ok_and(|unused| unused >= *age),
                 Prune::Prefix(start) => entry.address.starts_with(start),
             };
@@ -223,7 +226,7 @@ impl CacheFolder {
                 let Some((_, map, _)) = taken(folder.open(&map_name(&id), false))? else { continue };
                 let Some((_, data, _)) = taken(folder.open(&data_name(&id), false))? else { continue };
                 let used = map.modified().unwrap_or(SystemTime::UNIX_EPOCH);
-                found.push(Evictable { id, used, disk: data.blocks() * 512 });
+                found.push(Evictable { id, used, disk: freed(&data), linked: data.nlink() > 1 });
             }
             Ok(())
         })?;
@@ -313,7 +316,8 @@ impl CacheFolder {
             version: header.version,
             size: header.size,
             there,
-            disk: data_found.blocks() * 512,
+            disk: freed(&data_found),
+            linked: data_found.nlink() > 1,
             used: map_found.modified().unwrap_or(SystemTime::UNIX_EPOCH),
             open: self.is_open(id)?,
             path: folder.path().join(data_name(id)),
@@ -341,6 +345,15 @@ impl CacheFolder {
         let total = found.f_blocks.saturating_mul(found.f_frsize);
         let keep = self.settings.free.unwrap_or((total / 10).min(FREE));
         Ok(CacheRoom { total, free: found.f_bavail.saturating_mul(found.f_frsize), keep, most: self.settings.size })
+    }
+}
+
+/// Bytes that are free when a data file is removed: none as long as huggingface_hub's cache has it too.
+fn freed(data: &Metadata) -> u64 {
+    if data.nlink() > 1 {
+        0
+    } else {
+        data.blocks() * 512
     }
 }
 

@@ -5,6 +5,7 @@
 //! allows. One that it has in part has two lanes.
 
 use super::crew::{BlockBytes, CacheCrew, CachedFile};
+use super::hub::{HubLayout, HubPlace};
 use super::inbox::CachedFiles;
 use super::offline::{not_there, Unasked};
 use super::progress::CacheProgress;
@@ -17,13 +18,15 @@ use crate::store::facts::Facts;
 use crate::store::files::Files;
 use crate::store::location::Location;
 use crate::store::look::Look;
-use crate::store::object::{CopyChecked, Head, Object, Objects, Store, Traffic};
+use crate::store::object::{content_of, CheckSize, CopyChecked, Head, Object, Objects, Store, Traffic};
 use crate::store::read_cost::Sample;
 use crate::store::residency::Residency;
 use crate::store::stat::identity_of;
 use crate::store::version::{Identity, Version};
+use crate::store::watch::Watch;
 use crate::sync::{lock, Mutex};
 use crate::way::Routing;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -41,11 +44,22 @@ pub(crate) struct CachedStore {
     folder: Mutex<Weak<CacheFolder>>,
     /// Objects that were looked up lately: what they lack is written as it comes.
     small: Arc<CacheProgress>,
+    /// The place of whole objects in huggingface_hub's cache.
+    hub: Option<Arc<HubLayout>>,
+    /// Small files that were asked for whole. Others go there when a load has ended, whose report tells of it.
+    offered: Mutex<BTreeSet<String>>,
 }
 
 impl CachedStore {
-    pub(crate) fn new(inner: Arc<dyn Store>, settings: DiskCacheSettings, offline: bool, waits: bool) -> CachedStore {
-        CachedStore { inner, settings, offline, waits, folder: Mutex::default(), small: CacheProgress::new() }
+    pub(crate) fn new(
+        inner: Arc<dyn Store>,
+        settings: DiskCacheSettings,
+        offline: bool,
+        waits: bool,
+        hub: Option<Arc<HubLayout>>,
+    ) -> CachedStore {
+        let (folder, offered) = (Mutex::default(), Mutex::default());
+        CachedStore { inner, settings, offline, waits, folder, small: CacheProgress::new(None), hub, offered }
     }
 
     fn folder(&self) -> Result<Arc<CacheFolder>> {
@@ -71,8 +85,14 @@ impl CachedStore {
         Ok(Ok((folder, key)))
     }
 
+    /// The place of an object in huggingface_hub's cache, if it was asked for whole.
+    fn place_of_small(&self, at: &Location) -> Option<HubPlace> {
+        let (hub, address) = (self.hub.as_ref()?, at.to_string());
+        lock(&self.offered).contains(&address).then(|| hub.place(&address)).flatten()
+    }
+
     /// An object of a strong version, with its entry; or why it is not cached.
-    fn cached(&self, object: &Object) -> Result<Result<Arc<CachedFile>, String>> {
+    fn cached(&self, object: &Object, place: Option<HubPlace>) -> Result<Result<Arc<CachedFile>, String>> {
         let Version::Strong(version) = &object.version else {
             let why = "the server gives no strong ETag, so nobody can know that bytes are of the same version";
             return Ok(Err(why.to_owned()));
@@ -89,7 +109,7 @@ impl CachedStore {
             false => folder.find(&key, version, object.size),
         };
         Ok(match entry {
-            Ok(Some(entry)) => Ok(Arc::new(CachedFile::new(folder, entry, object.clone()))),
+            Ok(Some(entry)) => Ok(Arc::new(CachedFile::new(folder, entry, object.clone(), place))),
             Ok(None) => Err("the folder can only be read, and does not have it".to_owned()),
             // A disk that is full, or a file that is refused, costs the cache, not the load.
             Err(e) => Err(e.to_string()),
@@ -118,6 +138,18 @@ impl CachedStore {
                 CacheCrew::process().write(file, block, BlockBytes::Own(part), &self.small);
             }
         }
+    }
+
+    /// Has a small file that the cache has whole brought to its place in huggingface_hub's cache.
+    fn offer(&self, at: &Location) -> Result<()> {
+        let Some(place) = self.place_of_small(at) else { return Ok(()) };
+        let Ok((folder, key)) = self.key(at)? else { return Ok(()) };
+        let Some((version, size)) = folder.known(&key)? else { return Ok(()) };
+        let object = Object { location: at.clone(), size, version: Version::Strong(version) };
+        if let Ok(file) = self.cached(&object, Some(place))? {
+            file.offer(&self.small);
+        }
+        Ok(())
     }
 
     /// Reads a part that the cache has; `None`: the disk does not give it, or not what was written.
@@ -199,7 +231,7 @@ impl Store for CachedStore {
         }
         if head.bytes.len() as u64 >= BLOCK.min(head.size) && head.size > 0 {
             let object = Object { location: at.clone(), size: head.size, version: head.version.clone() };
-            if let Ok(file) = self.cached(&object)? {
+            if let Ok(file) = self.cached(&object, self.place_of_small(at))? {
                 self.keep(&file, 0, &head.bytes);
             }
         }
@@ -214,7 +246,7 @@ impl Store for CachedStore {
             true => Err(not_there(&range).at(&object.location)),
             false => self.inner.read(object, range),
         };
-        let Ok(file) = self.cached(object)? else { return ask(range) };
+        let Ok(file) = self.cached(object, self.place_of_small(&object.location))? else { return ask(range) };
         let entry = &file.entry;
         let wanted = entry.blocks_of(range.clone());
         let Ok(states) = entry.states(wanted.clone()) else { return ask(range) };
@@ -244,12 +276,13 @@ impl Store for CachedStore {
     }
 
     fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>> {
-        let progress = CacheProgress::new();
+        let progress = CacheProgress::new(self.hub.is_some().then(|| self.small.clone()));
         let mut files: CachedFiles = Vec::new();
         let mut copies: Vec<(PathBuf, Identity)> = Vec::new();
+        let place = |at: &Location| self.hub.as_ref().and_then(|hub| hub.place(&at.to_string()));
         for (number, object) in (0..).zip(&objects) {
             let file = match object {
-                Some(object) => self.cached(object)?.map_err(|why| {
+                Some(object) => self.cached(object, place(&object.location))?.map_err(|why| {
                     progress.has_stopped(&format!("{}: {why}", object.location));
                     progress.takes_nothing(number, why);
                 }),
@@ -268,6 +301,9 @@ impl Store for CachedStore {
             copies.push(copy);
             files.push(file);
         }
+        for (file, (copy, _)) in files.iter().zip(&copies) {
+            file.iter().filter(|_| !copy.as_os_str().is_empty()).for_each(|file| file.offer(&progress));
+        }
         if self.waits {
             say_what_has_no_room(&files, &progress);
         }
@@ -283,6 +319,16 @@ impl Store for CachedStore {
             () => OfDropped::Forgotten,
         };
         Ok(Arc::new(CachedObjects { inner, store, dropped, offline: self.offline, files, copies, whole, progress }))
+    }
+
+    fn content(&self, at: &Location, most: u64, watch: &Watch, check: CheckSize<'_>) -> Result<Vec<u8>> {
+        if self.hub.is_some() {
+            lock(&self.offered).insert(at.to_string());
+        }
+        let bytes = content_of(self, at, most, watch, check)?;
+        // Blocks that came now are offered when they are written.
+        let _not_offered = self.offer(at);
+        Ok(bytes)
     }
 
     fn identity(&self, at: &Location) -> Option<String> {

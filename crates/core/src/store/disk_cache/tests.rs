@@ -1,13 +1,14 @@
 //! The files of the disk cache: on their own, beside other processes, and after faults.
 
 use super::*;
-use crate::error::ErrorKind;
+use crate::error::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
 
 mod access;
 mod faults;
+mod hub;
 mod processes;
 mod room;
 

@@ -10,10 +10,12 @@ use super::http::proxy::Proxies;
 use super::http::settings::{Bearer, NodeSettings, WebSettings};
 use super::secret::Secret;
 use crate::options::{size, Form};
+use crate::store::disk_cache::HubLayout;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How one open asks stores.
@@ -62,6 +64,8 @@ pub struct CacheSettings {
     pub mirrors: Vec<String>,
     /// The token that they want.
     pub mirror_token: Option<Secret>,
+    /// The place in huggingface_hub's cache of what the cache has whole.
+    pub hub: Option<Arc<HubLayout>>,
 }
 
 /// One setting, as the table has it.
