@@ -75,7 +75,7 @@ def _plain(storage: Storage) -> Callable[[Ask], Any]:
     return lambda ask: ask(None, storage)
 
 
-def _checked(path: str, place: str) -> str:
+def checked(path: str, place: str) -> str:
     """``path``, if it stays in a folder.
 
     Raises:
@@ -126,7 +126,7 @@ def _of_model(
     address: str, weights: dict[str, str], others: dict[str, str], asked: Callable[[Ask], Any]
 ) -> tuple[_Files, _Files]:
     for path in (*weights, *others):
-        _checked(path, address)
+        checked(path, address)
     rest = {path: others[path] for path in sorted(others) if path not in weights}
     return _Files(weights, asked), _Files(rest, asked)
 
@@ -162,7 +162,7 @@ def _all_below(place: str, storage: Storage) -> _Files:
     while folders:
         within = folders.pop()
         for name in names(within):
-            path = _checked((f"{within}/{name}" if within else name).removesuffix("/"), place)
+            path = checked((f"{within}/{name}" if within else name).removesuffix("/"), place)
             if name.endswith("/"):
                 folders.append(path)
             else:
@@ -346,7 +346,7 @@ def pull(
             moving.move(weights)
             for place in also:
                 name = re.split(r"[?#]", place)[0].rstrip("/").rpartition("/")[2]
-                moving.move(_all_below(place, settings), f"{_checked(name, place)}/")
+                moving.move(_all_below(place, settings), f"{checked(name, place)}/")
             moving.move(others)
         moving.finish()
     return Pulled(moving.files, moving.received, moving.uncached, time.perf_counter() - begun)
