@@ -70,7 +70,8 @@ class Streams:
         where = _device.any_device(device)
         ranks = ranks_for(is_distributed, where.is_cpu)
         self.together = ranks is not None
-        with told_of_stream(None if ranks is None else ranks.loads()):
+        loads = None if ranks is None else ranks.loads()
+        with told_of_stream(loads):
             try:
                 checkpoint, names = opening()
             except TruncatedError as error:
@@ -85,7 +86,7 @@ class Streams:
                 names,
                 framework="pt",
                 options=options,
-                group=None if ranks is None else ranks.member,
+                group=None if loads is None else loads.member,
             )
         return checkpoint
 
