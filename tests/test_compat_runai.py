@@ -629,9 +629,9 @@ def test_a_model_is_copied_once_and_anew_after_a_failure(tmp_path, copied):
         assert sorted(path.name for path in folder.iterdir()) == [".runai_complete", "model.safetensors"]
         assert not is_locked(lock)
     assert copied == [
-        ("s3://b/m", str(folder), ["*"], None, None),
-        ("s3://b/m", str(folder), None, ["*.bin"], None),
-        ("s3://b/m", str(folder), ["*.json"], None, None),
+        ("s3://b/m/", str(folder), ["*"], None, None),
+        ("s3://b/m/", str(folder), None, ["*.bin"], None),
+        ("s3://b/m/", str(folder), ["*.json"], None, None),
     ]
 
 
@@ -652,7 +652,7 @@ def test_a_model_of_which_nothing_came_is_an_error(tmp_path, copied, monkeypatch
     monkeypatch.setattr(_runai_buckets, "pull_files", lambda *_: None)
     folder = str(tmp_path / "model")
     with (
-        pytest.raises(RuntimeError, match="no file of s3://b/m was copied") as caught,
+        pytest.raises(RuntimeError, match="no file of s3://b/m/ was copied") as caught,
         ObjectStorageModel("s3://b/m", folder) as model,
     ):
         model.pull_files()
@@ -683,3 +683,45 @@ print([os.waitpid(pid, 0)[1] for pid in children], len(os.listdir(sys.argv[1])))
 """
     run = torch_python(code, tmp_path / "model")
     assert run.stdout.strip() == f"{[0] * 6} 2", run.stderr
+
+
+# `make runai-examples`
+
+
+@pytest.fixture
+def tool() -> Any:
+    path = Path(__file__).parents[1] / "tools" / "runai_examples.py"
+    spec = importlib.util.spec_from_file_location("runai_examples", path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_tool_changes_imports_and_nothing_else(tool):
+    text = """
+from runai_model_streamer import SafetensorsStreamer
+    from runai_model_streamer.file_streamer.requests_iterator import (
+import runai_model_streamer.safetensors_streamer.safetensors_streamer as _ss_module
+print("runai_model_streamer import")
+"""
+    assert (
+        tool.changed(text)
+        == """
+from penstock.compat.runai_model_streamer import SafetensorsStreamer
+    from penstock.compat.runai_model_streamer import (
+import penstock.compat._runai_buckets as _ss_module
+print("runai_model_streamer import")
+"""
+    )
+
+
+def test_the_tool_refuses_another_checkout(tool, tmp_path, monkeypatch, capsys):
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "one.ipynb").write_text("{}")
+    monkeypatch.setattr("sys.argv", ["runai_examples.py", str(tmp_path)])
+    assert tool.main() == 2
+    assert f"is no checkout of {tool.COMMIT}" in capsys.readouterr().out
+    before = tool.digest_of(tmp_path)
+    (tmp_path / "examples" / "one.ipynb").write_text("[]")
+    assert tool.digest_of(tmp_path) != before

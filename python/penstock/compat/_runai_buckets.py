@@ -178,7 +178,7 @@ class ObjectStorageModel:
         if scheme_of(model_path) is None:
             raise InvalidError(f"model_path={model_path!r} is no address of a bucket: give s3://, gs:// or az://")
         self.dir = dst.rstrip("/") or "/"
-        self._model_path, self._credentials = model_path, s3_credentials
+        self._model_path, self._credentials = model_path.rstrip("/") + "/", s3_credentials
         self._sentinel = Path(self.dir, self.SENTINEL_NAME)
         self._lock: TextIO | None = Path(f"{self.dir}.lock").open("a")  # noqa: SIM115 - `_release` closes it
         try:

@@ -25,7 +25,7 @@ SCHEMES = ("s3", "gs", "az")
 """The schemes of addresses that the streamer knows."""
 
 _P = "RUNAI_STREAMER_"
-MEMORY_LIMIT = f"{_P}MEMORY_LIMIT"
+MEMORY_LIMIT, CUDA_ALIGNMENT = f"{_P}MEMORY_LIMIT", f"{_P}CUDA_ALIGNMENT"
 _CONCURRENCY, _CHUNK = f"{_P}CONCURRENCY", f"{_P}CHUNK_BYTESIZE"
 _FILE_CHUNK, _DEPTH, _STRATEGY = f"{_P}FS_CHUNK_BYTESIZE", f"{_P}FS_QUEUE_DEPTH", f"{_P}FS_STRATEGY"
 _OBJECT_CONCURRENCY, _CONNECTIONS = f"{_P}OBJ_CONCURRENCY", f"{_P}S3_MAX_CONNECTIONS"
@@ -42,7 +42,7 @@ USED = (
 MOOT = {
     f"{_P}NO_BOTO3_SESSION": "credentials are those that the tools of AWS take, with boto3 or without it",
     f"{_P}PROCESS_GROUP_SIZE": "threads adapt to the processors that are free",
-    f"{_P}CUDA_ALIGNMENT": "each tensor has memory of its own, which is aligned",
+    CUDA_ALIGNMENT: "each tensor has memory of its own, which is aligned",
     f"{_P}DIST_BUFFER_MIN_BYTESIZE": "ranks send each other what they read, without a buffer for broadcasts",
 }
 """Variables without an effect that nobody misses: there is no warning for them."""

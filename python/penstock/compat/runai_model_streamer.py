@@ -25,11 +25,13 @@ from ._errors import MissingTensorError, value_errors
 from ._runai_buckets import ObjectStorageModel, list_safetensors, pull_files
 from ._runai_files import DistributedStreamer, FileChunks, FileStreamer
 from ._runai_metadata import Described, SafetensorMetadata
+from ._runai_settings import CUDA_ALIGNMENT as RUNAI_STREAMER_CUDA_ALIGNMENT_ENV_VAR
 from ._runai_settings import MEMORY_LIMIT as RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME
 from ._runai_settings import S3Credentials, storage_for
 from ._runai_stream import Streams
 
 __all__ = [
+    "RUNAI_STREAMER_CUDA_ALIGNMENT_ENV_VAR",
     "RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME",
     "DistributedStreamer",
     "FileChunks",
