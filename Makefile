@@ -46,7 +46,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache netbench peers wheel versions aarch64 deny clean
-.PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem power-loss power-loss-mutant drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
+.PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem power-loss power-loss-mutant drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers runai-examples engines-versions nodes ray pod pod-v2 recipes
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -56,6 +56,7 @@ help:
 	@echo "make engines-versions  a part of these tests with earlier releases of both, each in an environment of its own (1 GB each), into tests/engines/versions.json"
 	@echo "make test-transformers-4  what was saved, loaded by transformers 4.52 (installs it into .transformers-4)"
 	@echo "make test-servers  load from servers that speak S3, Google Cloud Storage and Azure, which it builds or installs (needs Go and Node); six pods of four ranks start together against a busy one"
+	@echo "make runai-examples RUNAI=PATH  the examples and tests of a checkout of the Run:ai model streamer, with only the import changed"
 	@echo "make lint    rustfmt, clippy, ruff, mypy, stubtest"
 	@echo "make ranks   ranks that load together: killed and stopped at 150 points, starved, beside a thousand rounds of collectives (twenty minutes)"
 	@echo "make nodes   ranks in two network namespaces, behind firewalls (as root); make ray: actors of two Ray nodes (installs Ray)"
@@ -458,6 +459,14 @@ test-servers: develop
 	test -e $(SERVERS)/azurite/node_modules/.bin/azurite-blob || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(SERVERS)/azurite $(AZURITE)
 	test -x $(SERVERS)/clients/bin/aws || { $(RUN) -m venv $(SERVERS)/clients && $(SERVERS)/clients/bin/python -m pip install --disable-pip-version-check --quiet boto3 awscli; }
 	PENSTOCK_TEST_SERVERS=$(SERVERS) PENSTOCK_TEST_BUSY=1 PENSTOCK_TEST_WHOLE=1 $(RUN) -m pytest --durations=5 tests/servers tests/test_busy_server.py
+
+# The examples and tests of the Run:ai model streamer, on its interface here. RUNAI is a checkout of the commit that
+# tools/runai_examples.py names; nothing of it is kept. Those with buckets run if `make test-servers` has built the servers.
+RUNAI_CLIENTS := $(SERVERS)/runai
+runai-examples: develop
+	test -d "$(RUNAI)" || { echo "make runai-examples RUNAI=PATH: a checkout of https://github.com/run-ai/runai-model-streamer"; exit 2; }
+	test -e $(RUNAI_CLIENTS)/boto3 || $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --target $(RUNAI_CLIENTS) boto3 google-cloud-storage azure-storage-blob==12.25.1
+	PYTHONPATH=$(RUNAI_CLIENTS) PENSTOCK_TEST_SERVERS=$(SERVERS) $(RUN) tools/runai_examples.py $(RUNAI) $(RUNAI_ARGUMENTS)
 
 # What tensor-parallel ranks read of public models (15 minutes; 70 GB of files that are holes, 5 GB of memory).
 replay: engines-environment

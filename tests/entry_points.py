@@ -196,6 +196,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
             None, [path], 5.0, {"connections": 3, "anonymous": True}, ("http://127.0.0.1", "token")
         ),
         "Checkpoint.from_bytes": Call(None, file.read_bytes()),
+        "Checkpoint.of_ranges": Call(None, [(str(file), [(0, 8), (9, 9)])]),
         "Checkpoint.to_open": Call(None, "folder", ["model.safetensors"]),
         "Checkpoint.__len__": Call(checkpoint),
         "Checkpoint.__contains__": Call(checkpoint, "a"),

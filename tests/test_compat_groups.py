@@ -516,6 +516,103 @@ with opened() as f:
         done(ranks, 3)
 
 
+# The Run:ai model streamer
+
+RUNAI = """
+import os
+from penstock.compat.runai_model_streamer import DistributedStreamer, FileChunks, SafetensorsStreamer
+os.environ["RUNAI_STREAMER_DIST_TIMEOUT"] = "60"  # a rank that fails here leaves none waiting for longer
+files, reports, real = [c, a, b], [], penstock.Checkpoint.stream
+def stream(self, *arguments, **more):
+    yield from real(self, *arguments, **more)
+    reports.append(self.last_report)
+penstock.Checkpoint.stream = stream
+def streamed(**more):
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files, is_distributed=True, **more)
+        return dict(streamer.get_tensors())
+"""
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_the_runai_streamer_read_for_each_other_if_they_are_told_to(run, model, size):
+    with run(
+        RUNAI
+        + """
+whole = sum(tensor.nbytes for tensor in held.values())
+for how, alone in (("0", True), ("auto", True), ("1", False)):  # auto is for nccl
+    os.environ["RUNAI_STREAMER_DIST"] = how
+    found = streamed()
+    assert sorted(found) == sorted(held)
+    for name, tensor in found.items():
+        equal(tensor, held[name])
+        assert tensor.data_ptr() % tensor.element_size() == 0
+    exchange = reports.pop()["exchange"]
+    assert (exchange is None) == alone, exchange
+mine = [name for number, name in enumerate(sorted(held)) if number % size == rank]
+found = streamed(tensor_names=mine)
+assert sorted(found) == mine
+for name in mine:
+    equal(found[name], held[name])
+""",
+        size,
+        model,
+    ) as ranks:
+        done(ranks, size)
+
+
+def test_ranks_of_the_runai_streamer_get_every_range(run, model):
+    with run(
+        RUNAI
+        + """
+content = {number: open(file, "rb").read() for number, file in enumerate(files)}
+requests = [FileChunks(number, file, 5, [100, 0, 7, 300, 1]) for number, file in enumerate(files)]
+os.environ["RUNAI_STREAMER_DIST"] = "1"
+with DistributedStreamer() as streamer:
+    streamer.stream_files(requests, None, "cpu", True)
+    assert streamer.is_distributed
+    found = {(id, number): bytes(tensor.numpy().tobytes()) for id, number, tensor in streamer.get_chunks()}
+    streamer.stream_files([], None, "cpu", True)
+    assert not list(streamer.get_chunks()) and not streamer.is_distributed
+assert len(found) == 15
+for (id, number), data in found.items():
+    begin, end = ((5, 105), (105, 105), (105, 112), (112, 412), (412, 413))[number]
+    assert data == content[id][begin:end]
+""",
+        3,
+        model,
+    ) as ranks:
+        done(ranks, 3)
+
+
+def test_ranks_of_the_runai_streamer_name_the_one_that_fails_or_leaves(run, model):
+    with run(
+        RUNAI
+        + """
+os.environ["RUNAI_STREAMER_DIST"] = "1"
+files = [a, b + "x"] if rank == 1 else [a, b]
+error = refused((ValueError, penstock.PeerError), streamed)
+assert isinstance(error, FileNotFoundError) if rank == 1 else error.rank == 1, error
+files = [a, b]
+os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = "1000"
+try:
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files, is_distributed=True)
+        for number, (name, tensor) in enumerate(streamer.get_tensors()):
+            equal(tensor, held[name])
+            if number == 3 and rank == 2:
+                break
+    assert rank == 2
+except penstock.PeerError as error:
+    assert error.rank == 2 and rank != 2, (error, error.rank)
+assert sorted(streamed()) == sorted(name for name in held if name[0] in "ab")
+""",
+        3,
+        model,
+    ) as ranks:
+        done(ranks, 3)
+
+
 def test_a_process_that_is_in_no_such_group_is_refused():
     from penstock.compat import fastsafetensors, instanttensor
 

@@ -179,6 +179,7 @@ AFTER = {
     "diffusers": _after_diffusers,
     "InstantTensor": lambda known: _same(known["tensors"]),
     "fastsafetensors": lambda known: _same(known["tensors"]),
+    "Run:ai model streamer": lambda known: _same(known["tensors"]),
 }
 
 

@@ -176,6 +176,14 @@ class Checkpoint:
     @staticmethod
     def from_bytes(data: bytes) -> Checkpoint:
         """The checkpoint of a whole file's content, for its header; there is no file to load from."""
+    @staticmethod
+    def of_ranges(
+        files: Sequence[tuple[str, Sequence[tuple[int, int]]]],
+        stall_timeout: float | None = None,
+        storage: Storage | None = None,
+    ) -> Checkpoint:
+        """The checkpoint of some bytes of files of any content: a tensor of U8 for each range (first byte, past the
+        last). Its name is its number, over all files. The ranges of a file ascend. The other arguments: as `open`."""
     def __len__(self) -> int: ...
     def __contains__(self, name: object, /) -> bool: ...
     def keys(self) -> list[str]: ...

@@ -82,7 +82,7 @@ def _plain(storage: Storage) -> Callable[[Ask], Any]:
     return lambda ask: ask(Access(), storage)
 
 
-def _checked(path: str, place: str) -> str:
+def checked(path: str, place: str) -> str:
     """``path``, if it stays in a folder.
 
     Raises:
@@ -137,7 +137,7 @@ def _of_model(
     kept: Callable[[str], Path | None] = lambda path: None,
 ) -> tuple[_Files, _Files]:
     for path in (*weights, *others):
-        _checked(path, address)
+        checked(path, address)
     rest = {path: others[path] for path in sorted(others) if path not in weights}
     return _Files(weights, asked, kept), _Files(rest, asked, kept)
 
@@ -176,7 +176,7 @@ def _all_below(place: str, storage: Storage) -> _Files:
             text = f"{within[:60]}… lies in more than {_DEEPEST} folders: is there a link that leads back?"
             raise LimitError(f"{without_secrets(place)}: {text}", path=without_secrets(place))
         for name in names(within):
-            path = _checked((f"{within}/{name}" if within else name).removesuffix("/"), place)
+            path = checked((f"{within}/{name}" if within else name).removesuffix("/"), place)
             if name.endswith("/"):
                 folders.append(path)
             else:
@@ -383,7 +383,7 @@ def pull(
             moving.move(weights)
             for place in also:
                 name = re.split(r"[?#]", place)[0].rstrip("/").rpartition("/")[2]
-                moving.move(_all_below(place, settings), f"{_checked(name, place)}/")
+                moving.move(_all_below(place, settings), f"{checked(name, place)}/")
             moving.move(others)
         moving.finish()
     return Pulled(moving.files, moving.received, moving.uncached, time.perf_counter() - begun)

@@ -52,6 +52,24 @@ impl Checkpoint {
         guarded(py, || Core::from_bytes(data, data.len() as u64).map(Self::of).map_err(|e| raise(py, &e)))
     }
 
+    /// The checkpoint of byte ranges of any files: a tensor of U8 for each, called by its number.
+    #[staticmethod]
+    #[pyo3(signature = (files, stall_timeout = None, storage = None))]
+    fn of_ranges(
+        py: Python<'_>,
+        files: Listed<(PathBuf, Listed<(u64, u64)>)>,
+        stall_timeout: Option<f64>,
+        storage: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        guarded(py, || {
+            let stall = stall_timeout_of(stall_timeout)?;
+            let stores = stores_of(py, storage, None)?;
+            let ranges = |of: Listed<(u64, u64)>| of.0.into_iter().map(|(begin, end)| begin..end).collect();
+            let files = files.0.into_iter().map(|(path, of)| (path, ranges(of))).collect();
+            interruptibly(py, |go_on| Core::of_ranges(files, &stores, stall, go_on)).map(Self::of)
+        })
+    }
+
     /// The numbers of those of these names, of what lies in one place, that `open` would choose: one index, or shard files.
     #[staticmethod]
     #[pyo3(signature = (place, names, variant = None))]

@@ -33,6 +33,7 @@ from ._errors import ClosedError
 from ._instanttensor_backends import Backend, BackendPolicy, Choice, candidates, io_for
 from ._instanttensor_budget import share_of, window_within
 from ._process_group import ranks_of, told, told_of_stream
+from ._reading import MOST_READS, reading
 
 if TYPE_CHECKING:
     from .._framework import Adapter
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Backend", "BackendPolicy", "safe_open"]
 
-_PAGE = 4096
-_MOST_READS = 1024
-"""MAX_IO_DEPTH of InstantTensor 0.2.2 (csrc/instant_tensor/common.hpp)."""
 _SINGLES = 2
 """Tensors that `safe_open.get_tensor` loads one by one before a caller counts as one who wants them all."""
 
@@ -84,24 +82,12 @@ def _settings_for(
 ) -> dict[str, Any]:
     """Keywords of `Options` for what was asked for, by argument or else by environment variable."""
     settings: dict[str, Any] = {"copy": True} if copy and on_cpu else {}
-    extent = _number(chunk_size, "chunk_size", 1)
-    window = _number(buffer_size, "buffer_size", 1)
-    threads = _number(concurrency, "concurrency", 0)
-    depth = _number(io_depth, "io_depth", 1, _MOST_READS)
-    default = Options()
-    if extent is not None:
-        settings["extent"] = -(-extent // _PAGE) * _PAGE
-    if window is not None:
-        settings["window"] = window
-    # At least two reads, and no more than what may be ahead
-    staging = max(min(default.staging, window or default.staging), 2 * settings.get("extent", default.extent))
-    if staging != default.staging:
-        settings["staging"] = staging
-    if threads:
-        settings["threads"] = threads
-    if depth is not None:
-        settings["depth"] = depth
-    return settings
+    return settings | reading(
+        extent=_number(chunk_size, "chunk_size", 1),
+        window=_number(buffer_size, "buffer_size", 1),
+        threads=_number(concurrency, "concurrency", 0),
+        depth=_number(io_depth, "io_depth", 1, MOST_READS),
+    )
 
 
 class safe_open:

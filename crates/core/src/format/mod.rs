@@ -13,6 +13,7 @@ mod index;
 mod join;
 mod natural;
 mod open;
+mod ranges;
 mod shard;
 mod small_files;
 
