@@ -46,7 +46,7 @@ export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
 .PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache netbench peers wheel versions aarch64 deny clean
-.PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
+.PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem power-loss power-loss-mutant drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers engines-versions nodes ray pod pod-v2 recipes
 
 help:
 	@echo "make demo    load real checkpoints cold and warm, check every byte, compare with safetensors"
@@ -66,6 +66,7 @@ help:
 	@echo "make bench-web  loads from a web server beside a bare receive loop, plain, with TLS, and over slow links (half an hour)"
 	@echo "make bench-cache  loads through the disk cache beside loads without it, on a link of 1 Gbit/s, alone and by eight processes (half an hour; as root)"
 	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
+	@echo "make power-loss  the disk cache after losses of power, in QEMU; make power-loss-mutant: a mistake that it must find (an hour each; as root)"
 	@echo "make drives  ranks that load together from four drives, beside plain readers, in QEMU (20 minutes; as root)"
 	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
 	@echo "make bench-one-by-one  tensors and slices one at a time, over FUSE and out of the page cache, beside safetensors (two minutes; as root)"
@@ -299,7 +300,7 @@ NIGHTLY ?= nightly
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
 FUZZ_SECONDS ?= 60
 
-checks: test-whole loom asan tsan valgrind miri fuzz nfs netem drives nodes msrv pod pod-v2 recipes
+checks: test-whole loom asan tsan valgrind miri fuzz nfs netem power-loss drives nodes msrv pod pod-v2 recipes
 
 # Three preemptions find every mistake that was put in to try them (the tool's authors: two find most); more take minutes.
 loom:
@@ -353,6 +354,15 @@ fuzz-%:
 # The machine has a /tmp of its own, without the programs
 netem: develop netbench
 	tools/lab.sh -- env PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=$(CURDIR)/tests $(RUN) tests/netem_loads.py $(TARGET)/release
+
+# The disk cache on a drive whose cache is lost with the power, in QEMU: ten losses on ext4, ten on xfs. Needs root. The mutant
+# is an extension with a mistake, with which the same run must fail.
+POWER_LOSSES ?= --points 20 --file-systems ext4,xfs
+power-loss: develop netbench
+	$(RUN) tests/power_loss.py $(TARGET)/release $(POWER_LOSSES)
+
+power-loss-mutant: develop netbench
+	$(RUN) tests/power_loss.py $(TARGET)/release --file-systems ext4 --mutant marks-before-fdatasync
 
 # With the dependencies of Cargo.lock
 MSRV := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)

@@ -63,23 +63,24 @@ def files(folder: Path, ending: str) -> list[Path]:
     return sorted((folder / "objects").glob(f"*/*{ending}"))
 
 
-def blocks(map_file: Path) -> list[int]:
-    """The blocks that are there, by a map."""
+def tags(map_file: Path) -> list[tuple[int, int]]:
+    """Each block with the tag of its state, by a map."""
     content = map_file.read_bytes()
     length, size = struct.unpack_from("<I", content, 24)[0], struct.unpack_from("<Q", content, 16)[0]
     first = -(-(64 + length) // 4096) * 4096
     slots = struct.unpack_from(f"<{-(-size // MIB)}Q", content, first)
-    return [number for number, slot in enumerate(slots) if slot >> 32 not in (0, CLAIMED)]
+    return [(number, slot >> 32) for number, slot in enumerate(slots)]
+
+
+def blocks(map_file: Path) -> list[int]:
+    """The blocks that are there, by a map."""
+    return [number for number, tag in tags(map_file) if tag not in (0, CLAIMED)]
 
 
 def states(map_file: Path) -> Counter[str]:
     """How many blocks are missing, claimed, written and synced, by a map."""
-    content = map_file.read_bytes()
-    length, size = struct.unpack_from("<I", content, 24)[0], struct.unpack_from("<Q", content, 16)[0]
-    first = -(-(64 + length) // 4096) * 4096
     names = {0: "missing", CLAIMED: "claimed", SYNCED: "synced"}
-    slots = struct.unpack_from(f"<{-(-size // MIB)}Q", content, first)
-    return Counter(names.get(slot >> 32, "written") for slot in slots)
+    return Counter(names.get(tag, "written") for _, tag in tags(map_file))
 
 
 def there(folder: Path) -> int:

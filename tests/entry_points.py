@@ -150,7 +150,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         return _core.CacheFolder({"disk_cache": str(folder / "cache")})
 
     def pulling() -> _core.Pull:
-        return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8))], options)
+        return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8, 1))], options)
 
     repository = (str(folder / "hub"), "org/name", "0" * 40)
     of_hub: dict[str, Any] = {"revision": "main", "asked": 1.0, "symlinks": True}
@@ -259,7 +259,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "CacheFolder.verify": Call(cache, "0" * 32, 0, 16, True),
         "Pull.start": Call(
             None,
-            [(path, str(folder / "pulled"), ("version", 8))],
+            [(path, str(folder / "pulled"), ("version", 8, 1))],
             options,
             {"connections": 3},
             ("http://127.0.0.1", "token"),

@@ -294,7 +294,7 @@ def test_contestants_that_need_no_peer_load_every_byte(name: str, file: Path):
     one = named(name)
     if "cpu" not in one.devices:
         pytest.skip("loads to GPUs only")
-    if one.semantics.startswith("served"):
+    if one.semantics.startswith("served") or one.semantics == "kept":
         pytest.skip("loads from a web server: test_bench_served.py")
     files = one.files([file]) if one.files else [file]
     empty = {n: torch.zeros_like(t) for n, t in loaded(file).items()} if one.semantics == "into" else {}

@@ -89,6 +89,20 @@ def test_blocks_are_blocks_and_no_bounce_buffer(monkeypatch):
     assert given == {"bbuf_size_kb": 8 << 10, "max_threads": 8, "nogds": True}
 
 
+def test_second_starts_stand_beside_stock_ones_and_no_published_row():
+    preset = presets.PRESETS["anyscale-model-loader"]
+    table = presets.published(preset.name)
+    assert preset.scenarios == ("bucket", "bucket-tls", "bucket-second")
+    assert not any(row["scenario"] == "bucket-second" for row in table["rows"])
+    assert any("no published figure of a second start" in reason for reason in table["not_comparable"])
+    names = {name for _, scenario, name in preset.beside() if scenario == "bucket-second"}
+    assert {"boto3 to disk once, safetensors", "urllib to disk once, penstock"} <= names
+    bench = Bench(Settings(rounds=1, folders=[], preset=preset.name), Forkserver())
+    assert {one.name for one in bench.entrants(SCENARIOS["bucket-second"], "x")} == {*names, "penstock url, disk cache"}
+    for name in preset.quick():
+        assert "bucket-second" in preset.quick()[name]
+
+
 # Quick runs
 
 
@@ -108,7 +122,7 @@ def test_a_quick_run_has_at_most_two_small_models_and_the_scenarios_of_their_row
 def test_a_quick_run_loads_what_published_rows_stand_beside_and_penstock(name):
     preset = presets.PRESETS[name]
     beside = preset.beside()
-    named = ("penstock", "penstock copy", "penstock url", *(contestant for _, _, contestant in beside))
+    named = (*command.PLAIN, *(contestant for _, _, contestant in beside))
     settings = Settings(rounds=1, folders=[], preset=name, contestants=named, beside=frozenset(beside))
     bench = Bench(settings, Forkserver())
     for model, scenarios in preset.quick().items():

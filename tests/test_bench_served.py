@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,9 +12,14 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
-from penstock.bench import bounds
+from penstock.bench import bounds, checkpoints, page_cache, predecessor, rounds, starts
+from penstock.bench.contestants import named
+from penstock.bench.forkserver import Forkserver
+from penstock.bench.rounds import Bench, Settings
+from penstock.bench.scenarios import SCENARIOS
 from penstock.bench.served import CLIENTS, NotServed, Served, program
 
 #: The folder of the programs.
@@ -131,6 +137,106 @@ def test_the_benchmark_compares_loads_from_a_server(tmp_path: Path):
             assert (scenario, "ceiling: go") in rows
     assert any("bare loop" in bound["claim"] for bound in found["bounds"])
     assert "Anyscale" in done.stdout
+    # The second starts: whole, from the disk, beside what the first ones have received
+    for name in ("penstock url, disk cache", "urllib to disk once, penstock", "urllib to disk once, safetensors"):
+        row = rows["bucket-second", name]
+        assert row["verified"] and row["ranked"] == "last byte touched" and row["first_s"] > 0
+        assert row["bytes"] <= row["first_served_bytes"] <= 1.05 * row["bytes"] + (1 << 20)
+        assert row["served_bytes"] < (1 << 20)
+        assert row["ceiling"] in ("direct", "populate")
+    assert rows["bucket-second", "urllib to disk once, safetensors"]["served_bytes"] == 0
+    assert rows["bucket-second", "penstock url, disk cache"]["served_requests"] > 0, "it has asked for versions"
+    claims = {bound["claim"]: bound for bound in found["bounds"] if bound["claim"].startswith("bucket-second")}
+    assert claims["bucket-second: MiB served"]["holds"]
+    assert any("without the time of opening" in claim for claim in claims)
+    said = {(row["state"], row["stock"]) for row in found["states"]}
+    urllib = ("urllib to disk once, safetensors", "urllib to disk once, penstock")
+    assert {("first start", urllib[0]), *(("second start", one) for one in urllib)} <= said
+    for row in found["states"]:
+        assert row["rounds"] == 1 and row["ours"].startswith("penstock url")
+        assert row["times"] == [row["stock_s"] / row["ours_s"]] * 3
+        assert f"| {row['state']} | {row['stock']} |" in done.stdout
+    assert not list((tmp_path / ".bench").rglob("penstock-kept-*")), "what was kept is gone"
+
+
+def second(nbytes: int, resident: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The runs of a second start, of which so many bytes were kept, and so many of them stay in the page cache."""
+    shard = tmp_path / "model.safetensors"
+    shard.write_bytes(bytes(100))
+    loader = named("urllib to disk once, safetensors")
+    for where in (rounds, page_cache):
+        monkeypatch.setattr(where, "resident_bytes", lambda files: resident)
+    monkeypatch.setattr(page_cache.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(predecessor, "run", lambda *about: {})
+    bench = Bench(Settings(1, [tmp_path], ceilings=False, traces=False), Forkserver())
+
+    def first_start(contestant: Any, order: Any, placed: Any, files: Any, state: str) -> dict[str, Any]:
+        assert state == "bucket"
+        Path(order.kept, shard.name).write_bytes(bytes(nbytes))
+        return {"first_s": 1.0}
+
+    monkeypatch.setattr(bench, "first_start", first_start)
+    monkeypatch.setattr(bench, "process", lambda *about: contextlib.nullcontext(Said()))
+    placed = checkpoints.Placed("x", "x", [shard], tmp_path, 100, 1)
+    return bench.loads(loader, SCENARIOS["bucket-second"], placed, None)
+
+
+class Said:
+    """A process that loads nothing, and says that it has."""
+
+    pid = 1
+
+    def hear(self) -> dict[str, Any]:
+        return {"load_s": 1.0, "cpu_s": 1.0, "memory": 0, "bytes": 100, "verified_bytes": 100, "different": []}
+
+    def say(self, what: str) -> None:
+        pass
+
+
+def test_a_second_start_counts_only_if_the_first_one_has_kept_everything_on_the_disk_alone(monkeypatch, tmp_path):
+    [run] = second(100, 0, monkeypatch, tmp_path)
+    assert (run["first_s"], run["load_s"], run["resident_before"]) == (1.0, 1.0, 0)
+    [run] = second(99, 0, monkeypatch, tmp_path)
+    assert run["error"] == "the first start has kept 99 of 100 bytes"
+    [run] = second(100, 4096, monkeypatch, tmp_path)
+    assert run["error"] == "4096 bytes of what was kept stay in the page cache"
+
+
+def test_states_are_compared_round_by_round():
+    def run(name: str, number: int, seconds: float, first: float, **more: object) -> dict[str, object]:
+        about = {"checkpoint": "x", "scenario": "bucket-second", "contestant": name, "round": number, "load": 0}
+        times = {"seconds": seconds, "first_s": first, "served_bytes": 1000, "first_served_bytes": 2_000_000}
+        return about | times | more
+
+    stock, ours = "boto3 to disk once, safetensors", "penstock url, disk cache"
+    runs = [run(stock, number, 2.0, 3.0 + number) for number in range(3)]
+    runs += [run(ours, 0, 1.0, 1.0), run(ours, 1, 2.0, 1.0), run(ours, 2, 1.0, 1.0, error="no such luck")]
+    found = {row["state"]: row for row in starts.states(runs)}
+    assert found.keys() == {"first start", "second start"}
+    assert found["first start"]["times"] == [3.5, 3.0, 4.0] and found["first start"]["rounds"] == 2
+    assert found["second start"]["times"] == [1.5, 1.0, 2.0]
+    assert (found["first start"]["ours_served"], found["second start"]["ours_served"]) == (2_000_000, 1000)
+    assert "| 1.50 (1.00 to 2.00) | 2 |" in "\n".join(starts.table(found.values()))
+    assert starts.table(starts.states(runs[:3])) == []
+
+
+def test_bounds_of_a_second_start():
+    def row(name: str, seconds: float, **more: object) -> dict[str, object]:
+        about = {"checkpoint": "x", "scenario": "bucket-second", "contestant": name, "kind": "rival"}
+        return about | {"median_s": seconds, "gb_per_s": 1 / seconds, "bytes": 100} | more
+
+    rows = [
+        row("penstock url, disk cache", 1.2, kind="penstock", open_s=0.1, served_bytes=2 << 20),
+        row("urllib to disk once, penstock", 1.05, kind="penstock", open_s=0.05),
+        row("boto3 to disk once, safetensors", 1.8),
+    ]
+    found = {bound["claim"]: bound for bound in bounds.bounds(rows, judged=True)}
+    values = {claim.partition(": ")[2]: (round(bound["value"], 3), bound["holds"]) for claim, bound in found.items()}
+    assert values == {
+        "MiB served": (2.0, False),
+        "times as fast as boto3 to disk once, safetensors": (1.5, True),
+        "time by that of downloaded files, without the time of opening": (1.1, False),
+    }
 
 
 def test_bounds_of_loads_from_a_server():

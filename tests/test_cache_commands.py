@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import penstock
 import pytest
+from disk_caches import as_root
 from penstock import _core, _pull
 from penstock import cli as command_line
 from penstock.synthetic import synth
@@ -143,6 +145,38 @@ def test_a_cache_that_is_too_small_ends_a_pull_with_the_reason(run, cache, bucke
     assert status == ERROR and "disk_cache_size" in found["error"]["message"]
 
 
+@pytest.mark.parametrize("why", ["too small", pytest.param("read-only", marks=as_root), "the disk has to stay free"])
+def test_a_cache_that_takes_nothing_is_asked_first(run, cache, bucket, model, monkeypatch, request, why):
+    """Nothing is received in vain, and nothing that there is room for is evicted."""
+    bucket.objects["old/model.safetensors"] = model[NAMES[0]]
+    assert run("pull", "s3://bucket/old/model.safetensors")[0] == 0
+    [before] = run("cache", "ls")[1]["entries"]
+    if why == "read-only":
+        # Also for root
+        subprocess.run(["mount", "--bind", cache, cache], check=True)
+        request.addfinalizer(lambda: subprocess.run(["umount", "-l", cache], check=True))
+        subprocess.run(["mount", "-o", "remount,bind,ro", cache], check=True)
+    setting = {"too small": f"disk_cache_size={8 * BLOCK}", "the disk has to stay free": "disk_cache_free=1000000GB"}
+    sent: list[int] = []
+    answer = bucket.answer
+
+    def counted(*about: Any) -> Any:
+        told = answer(*about)
+        sent.append(len(told[2]))
+        return told
+
+    monkeypatch.setattr(bucket, "answer", counted)
+    more = ("--storage", setting[why]) if why in setting else ()
+    status, found = run("pull", "s3://bucket/m/", *more)
+    assert status == ERROR and "takes nothing of it" in found["error"]["message"], found
+    # Headers, listings, and small files that name others: nothing of the weights
+    assert sum(sent) < len(TOKENIZER) + BLOCK < len(model[NAMES[0]])
+    assert max(sent) <= len(TOKENIZER)
+    if why != "the disk has to stay free":
+        left = {entry["id"]: entry["there"] for entry in run("cache", "ls")[1]["entries"]}
+        assert left[before["id"]] == before["size"]
+
+
 def test_what_has_no_strong_version_is_not_called_cached(run, cache, tmp_path, model):
     for name in NAMES:
         (tmp_path / name).write_bytes(model[name])
@@ -197,6 +231,37 @@ def test_a_folder_gets_the_files_of_the_model(run, tmp_path, bucket, model, monk
     assert (folder / "config.json").read_bytes() == b'{"new": 1}'
 
 
+@pytest.mark.parametrize("how", ["edited", "edited, with the old time", "replaced", "touched", "copied"])
+def test_a_file_that_was_edited_is_fetched_again_and_one_that_was_not_stays(run, tmp_path, bucket, model, how):
+    """Its size tells nothing, and its time may have been set back."""
+    folder, name = tmp_path / "folder", NAMES[1]
+    assert run("pull", "s3://bucket/m", folder)[0] == 0
+    file = folder / name
+    about = file.stat()
+    if how.startswith("edited"):
+        flip(file, BLOCK + 3)
+        if "old time" in how:
+            os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    elif how == "replaced":
+        other = tmp_path / "other"
+        other.write_bytes(os.urandom(about.st_size))
+        os.utime(other, ns=(about.st_atime_ns, about.st_mtime_ns))
+        other.replace(file)
+    elif how == "touched":
+        os.utime(file)
+    else:
+        folder = shutil.copytree(folder, tmp_path / "copy")
+    is_whole = how in ("touched", "copied")
+    for _ in range(2):
+        status, found = run("pull", "s3://bucket/m", folder)
+        assert status == 0
+        assert files_in(folder) == {name: model[name] for name in WANTED}
+        there = {one["path"]: one["was_there"] for one in found["files"]}
+        # S3 tells no version of an empty object
+        assert there == {one: one != "empty.txt" and (one != name or is_whole) for one in WANTED}
+        is_whole = True
+
+
 def test_without_a_server_a_folder_comes_from_the_cache(run, cache, tmp_path, bucket, model):
     del bucket.objects["m/empty.txt"]  # S3 tells no version of an empty object
     assert run("pull", "s3://bucket/m/")[0] == 0
@@ -218,6 +283,19 @@ def test_further_folders_come_along_whole(run, tmp_path, bucket, model):
     assert status == 0
     expected = {f"compiled/{name}": content for name, content in compiled.items()} | {"here/deep/file": b"local"}
     assert files_in(folder) == {**{name: model[name] for name in WANTED}, **expected}
+
+
+def test_a_folder_that_leads_back_to_itself_is_an_error(run, tmp_path, bucket):
+    """Of a machine by a link, of a server by its names."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "back").symlink_to(here)
+    (here / "file").write_bytes(b"1")
+    bucket.objects["deep/" + "a/" * 50 + "file"] = b"1"
+    for place in (here, "s3://bucket/deep"):
+        status, found = run("pull", "s3://bucket/m/", tmp_path / "folder", "--also", place)
+        assert status == ERROR and "more than 32 folders" in found["error"]["message"], found
+        assert found["error"]["kind"] == "Limit"
 
 
 def test_with_a_cache_alone_a_folder_of_this_machine_is_refused(run, cache, tmp_path, bucket):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import shutil
 import subprocess
 import time
@@ -531,6 +532,24 @@ def test_a_full_disk_costs_the_cache_and_not_the_load(served, model, tmp_path, m
         gc.collect()
 
 
+@as_root
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_disk_that_is_full_at_a_random_byte_costs_the_cache_and_not_the_load(served, model, tmp_path, seed):
+    mounted, size = tmp_path / "mounted", model.stat().st_size
+    with small_disk(mounted, random.Random(seed).randrange(4096, size)):
+        for _ in range(2):
+            with Asked(served) as asked:
+                tensors, report = load(opened(served, model, mounted / "cache"))
+            ordeal.same(tensors, model)
+            assert report.disk_cache.reason
+            assert asked.bytes <= 1.01 * size + report.disk_cache.fetched_again_bytes
+            del tensors
+        assert right_blocks(files(mounted / "cache", ".data"), [model]) < -(-size // MIB)
+        assert locks(mounted / "cache") == []
+        gc.collect()
+
+
 # Eviction
 
 
@@ -690,6 +709,42 @@ def test_nothing_secret_is_in_names_maps_and_lists(hosted, model, served, folder
 
 
 # What is left in the process
+
+
+SHARDS = """
+import json, resource, sys
+import ordeal, penstock
+told = json.loads(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+storage = {"disk_cache": told["folder"], "disk_cache_free": 0}
+checkpoint = penstock.open(told["urls"], storage=storage)
+found = checkpoint.load(framework="np", progress=False, options=told["options"])
+expected = {name: content for path in told["paths"] for name, content in ordeal.contents(path).items()}
+ordeal.same(found, expected)
+cache = checkpoint.last_report.disk_cache
+assert cache.wait(60)
+print(json.dumps([cache.cached_bytes, cache.network_bytes, cache.dropped_bytes, cache.reason]))
+"""
+
+
+def test_two_hundred_shards_are_loaded_with_few_descriptors(folder, tmp_path):
+    """256, and the cache has two files of each shard. Once into it, once half from it, and twice from it."""
+    models = [ordeal.write(tmp_path / "m" / f"{number:03}.safetensors", 1, 200_000, number) for number in range(200)]
+    with serving(models[0].parent) as server:
+        told = {"urls": server.urls(models), "folder": str(folder), "paths": list(map(str, models))}
+        for round_, options in enumerate(({}, {}, {}, {"copy": True})):
+            with Asked(server) as asked:
+                said = ordeal.run(SHARDS, json.dumps(told | {"options": options}), timeout=60)
+            cached, network, dropped, reason = json.loads(said)
+            assert (dropped, reason) == (0, "")
+            there = files(folder, ".data")
+            assert {path.read_bytes() for path in there} == {path.read_bytes() for path in models}
+            if round_ == 0:
+                # Half of them are received again
+                for data_file in there[::2]:
+                    data_file.unlink()
+        assert asked.bytes == len(models) and network == 0 and cached >= 200 * 200_000
+    assert locks(folder) == []
 
 
 def test_nothing_is_left_when_the_work_has_ended(served, model, folder):

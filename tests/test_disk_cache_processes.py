@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -16,7 +17,18 @@ from typing import Any
 import ordeal
 import pytest
 import slow_disk
-from disk_caches import MIB, Asked, blocks, files, locks, right_blocks, serving, wants_server
+from disk_caches import (
+    MIB,
+    Asked,
+    as_root,
+    blocks,
+    files,
+    locks,
+    open_to_all,
+    right_blocks,
+    serving,
+    wants_server,
+)
 from penstock.bench.served import Served
 from ranks_together import until, until_stopped
 
@@ -28,10 +40,15 @@ PACE, CONNECTIONS = 6e6, 8
 
 #: Loads when it is told to. Prints that it is ready, and then what came of it.
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 import ordeal, penstock
 order = json.loads(sys.argv[1])
-storage = {"disk_cache": order["folder"], "disk_cache_free": 0, "connections": order["connections"]}
+if order["user"]:
+    os.setgroups([])
+    os.setgid(order["group"])
+    os.setuid(order["user"])
+storage = {"disk_cache": order["folder"], "disk_cache_free": 0, "connections": order["connections"],
+           "disk_cache_shared": bool(order["user"])}
 rank, ranks = order["rank"], order["ranks"]
 
 def part(info):
@@ -86,9 +103,14 @@ def disk(scratch: Path) -> Iterator[Path]:
 class Loads:
     """Processes that load the same checkpoint through one cache."""
 
-    def __init__(self, served: Served, models: list[Path], folder: Path, count: int, ranks: int = 1) -> None:
+    def __init__(
+        self, served: Served, models: list[Path], folder: Path, count: int, ranks: int = 1, users: tuple[int, ...] = (),
+        group: int = 0,
+    ) -> None:  # fmt: skip
         told = {"urls": served.urls(models), "folder": str(folder), "paths": list(map(str, models)), "ranks": ranks}
-        orders = [json.dumps(told | {"rank": number % ranks, "connections": CONNECTIONS}) for number in range(count)]
+        told |= {"connections": CONNECTIONS, "group": group}
+        users = users or (0,) * count
+        orders = [json.dumps(told | {"rank": number % ranks, "user": users[number]}) for number in range(count)]
         self.children = [ordeal.begin(PROGRAM, order) for order in orders]
         for child in self.children:
             ordeal.await_line(child, "ready")
@@ -178,6 +200,37 @@ def test_one_of_two_goes_on_without_the_other(served, model, folder, what):
     assert asked.bytes <= 2.05 * size + said["fetched_again"], said
     assert right_blocks(files(folder, ".data"), [model]) == -(-size // MIB)
     assert locks(folder) == []
+
+
+@as_root
+@pytest.mark.parametrize("what", [None, signal.SIGKILL, signal.SIGSTOP])
+def test_two_users_of_a_group_load_at_once(served, what):
+    """Each brings what the other one does not. One is killed or stopped: then the other one goes on alone."""
+    one, other, group = 40001, 40002, 40003
+    with open_to_all() as place:
+        folder, model = place / "cache", ordeal.write(place / "m" / "model.safetensors", TENSORS, LENGTH)
+        folder.mkdir()
+        os.chown(folder, 0, group)
+        folder.chmod(0o2770)
+        size = model.stat().st_size
+        with (
+            serving(model.parent, rate_per_connection=f"{PACE:g}", first_byte="5") as server,
+            Asked(server) as asked,
+            Loads(server, [model], folder, 2, users=(one, other), group=group) as loads,
+        ):
+            loads.go()
+            if what is None:
+                said = loads.all()
+            else:
+                until(lambda: has(folder) >= 5)
+                loads.children[0].send_signal(what)
+                said = [loads.ended(1)]
+            loads.children[0].send_signal(signal.SIGKILL)
+        again = sum(one["fetched_again"] for one in said)
+        assert asked.bytes <= (1.05 if what is None else 2.05) * size + again, said
+        assert right_blocks(files(folder, ".data"), [model]) == -(-size // MIB)
+        assert {path.stat().st_uid for path in files(folder, ".data")} <= {one, other}
+        assert locks(folder) == []
 
 
 def test_ranks_with_slices_and_no_exchange_receive_the_checkpoint_once(served, model, folder):

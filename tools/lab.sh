@@ -15,6 +15,11 @@
 #   --memory M          MiB (default 4096)
 #   --cpus N            processors (default 2)
 #   --timeout S         seconds until the guest is ended (default 600)
+#   --keep-drive FILE   one drive more, /dev/vda: FILE, which stays (made with --drive-gib if it is not there). The drive has
+#                       a volatile write cache: tools/volatile_drive.py
+#   --lose-power S:N    the power is lost when the guest has written N bytes (S:Ns: N small writes) to that drive since
+#                       /out/armed is there: QEMU is killed, and a part of what was not flushed, by the seed S, is gone.
+#                       Status 75; /out/drive.json
 #   --nfs               the first drive as ext4 at /srv/nfs, exported, and mounted with NFS 4.2 at /mnt/nfs
 #   --cgroup2           control groups of version 2 at /sys/fs/cgroup, with memory and pids, and none of version 1
 #   --out DIR           a folder that the guest may write to, as /out (default: a new one)
@@ -23,7 +28,7 @@
 set -euo pipefail
 export PATH=$PATH:/sbin:/usr/sbin
 
-kernel=6.12 nodes=1 drives=1 gib=4 mbps='' memory=4096 cpus=2 limit=600 nfs='' cgroup2='' out=''
+kernel=6.12 nodes=1 drives=1 gib=4 mbps='' memory=4096 cpus=2 limit=600 nfs='' cgroup2='' out='' keep='' lose=''
 usage() { sed -n '/^# usage/,/^set/p' "$0" | sed '$d'; exit 64; }
 while [ $# -gt 0 ]; do
   case $1 in
@@ -35,6 +40,8 @@ while [ $# -gt 0 ]; do
     --memory) memory=$2; shift 2 ;;
     --cpus) cpus=$2; shift 2 ;;
     --timeout) limit=$2; shift 2 ;;
+    --keep-drive) keep=$(realpath "$2"); shift 2 ;;
+    --lose-power) lose=$2; shift 2 ;;
     --nfs) nfs=1; shift ;;
     --cgroup2) cgroup2=1; shift ;;
     --out) out=$2; shift 2 ;;
@@ -51,6 +58,7 @@ need busybox busybox-static
 need cpio cpio
 need depmod kmod
 need xz xz-utils
+[ -z "$keep" ] || need python3 python3
 [ -z "$nfs" ] || need rpc.nfsd nfs-kernel-server nfs-common
 [ ${#missing[@]} = 0 ] || { echo "tools/lab.sh needs packages: apt-get install ${missing[*]}" >&2; exit 69; }
 
@@ -72,10 +80,11 @@ if [ ! -e "$tree/ok" ]; then
 fi
 version=$(cat "$tree/ok")
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+server=
+trap '[ -z "$server" ] || kill "$server" 2>/dev/null; rm -rf "$work"' EXIT
 out=${out:-$(mktemp -d)}
 mkdir -p "$out"
-rm -f "$out/.status"
+rm -f "$out/.status" "$out/armed" "$out/drive.json"
 
 # The first root: busybox, the modules that lead to the real one, and a program that goes there
 init=$work/init
@@ -116,7 +125,7 @@ chmod +x "$init/init"
   printf 'mkdir -p /lib/modules; mount --bind %q /lib/modules\n' "$tree/lib/modules"
   cat <<'G'
 ip link set lo up 2>/dev/null || ifconfig lo up
-modprobe nvme; modprobe ext4; modprobe xfs 2>/dev/null; udevadm settle 2>/dev/null; sleep 0.5
+modprobe nvme; modprobe ext4; modprobe xfs 2>/dev/null; modprobe virtio_blk; udevadm settle 2>/dev/null; sleep 0.5
 ulimit -n 65536
 G
   [ -z "$cgroup2" ] || cat <<'C'
@@ -172,7 +181,23 @@ for i in $(seq 0 $((drives - 1))); do
   fi
   machine+=(-device "nvme,serial=drive$i,drive=d$i$bus")
 done
+if [ -n "$keep" ]; then
+  [ -e "$keep" ] || truncate -s "${gib}G" "$keep"
+  losing=${lose:+--lose $lose --armed $out/armed --qemu $work/pid}
+  # shellcheck disable=SC2086
+  python3 "$(dirname "$0")/volatile_drive.py" "$keep" "$work/socket" "$out/drive.json" $losing &
+  server=$!
+  until [ -S "$work/socket" ]; do kill -0 "$server"; sleep 0.1; done
+  # A virtio drive has no writes that pass its cache (FUA): the guest flushes instead
+  machine+=(-pidfile "$work/pid" -blockdev "driver=nbd,node-name=kept,server.type=unix,server.path=$work/socket"
+    -device virtio-blk-pci,drive=kept,write-cache=on)
+fi
 timeout "$limit" qemu-system-x86_64 "${machine[@]}" || true
 cat "$out/stdout" 2>/dev/null || true
+if [ -n "$server" ]; then
+  wait "$server"
+  server=
+  ! grep -q '"lost": true' "$out/drive.json" || exit 75
+fi
 [ -s "$out/.status" ] || { echo "the guest did not finish; its console is $out/console" >&2; exit 124; }
 exit "$(cat "$out/.status")"

@@ -328,21 +328,22 @@ class Pull:
 
     @staticmethod
     def start(
-        files: Sequence[tuple[str, str | None, tuple[str, int] | None]],
+        files: Sequence[tuple[str, str | None, tuple[str, int, int | None] | None]],
         options: Options,
         storage: Storage | None = None,
         bearer: tuple[str, str] | None = None,
         hub: HubLayout | None = None,
     ) -> Pull:
-        """Starts it. A file is its address, the path that it goes to (None: only into the disk cache), and version and
-        size of the file that is there."""
+        """Starts it. A file is its address, the path that it goes to (None: only into the disk cache), and version,
+        size and CRC32C of the file that is there. With a CRC32C of None the file is not read to compare it."""
 
     def wait(self, timeout: float | None = None) -> bool: ...
     def progress(self) -> tuple[int, int, int]:
         """Bytes that are there, bytes in all, bytes that servers sent."""
 
-    def files(self) -> list[tuple[int, str | None, bool, bool]]:
-        """For each file: size, strong version, whether it was there before, whether it is there now."""
+    def files(self) -> list[tuple[int, str | None, bool, bool, int | None]]:
+        """For each file: size, strong version, whether it was there before, whether it is there now, CRC32C if it was
+        written."""
 
     def uncached(self) -> str:
         """The reason for which the disk cache lacks something that files have; otherwise empty."""

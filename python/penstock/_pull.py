@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from . import _core
 from ._choices import Storage
-from ._errors import BusyError, InvalidError, NotFoundError, UnsupportedError, WriteError
+from ._errors import BusyError, InvalidError, LimitError, NotFoundError, UnsupportedError, WriteError
 from ._hub import SCHEME
 from ._hub_folder import HubFolder
 from ._hub_network import Access
@@ -38,6 +38,8 @@ _MOST = 64 << 20
 """Bytes of a small file. The largest tokenizers have half of that."""
 _LONGEST = 250
 """Bytes of the name of a file."""
+_DEEPEST = 32
+"""Folders in folders of what comes along. A link that leads back has no end."""
 
 Ask = Callable[[Access, Storage | None], Any]
 
@@ -61,6 +63,8 @@ class PulledFile(NamedTuple):
     nbytes: int
     version: str | None
     was_there: bool
+    crc32c: int | None = None
+    """The checksum of a file that was written."""
 
 
 class Pulled(NamedTuple):
@@ -168,6 +172,9 @@ def _all_below(place: str, storage: Storage) -> _Files:
     folders = [""]
     while folders:
         within = folders.pop()
+        if within.count("/") >= _DEEPEST:
+            text = f"{within[:60]}… lies in more than {_DEEPEST} folders: is there a link that leads back?"
+            raise LimitError(f"{without_secrets(place)}: {text}", path=without_secrets(place))
         for name in names(within):
             path = _checked((f"{within}/{name}" if within else name).removesuffix("/"), place)
             if name.endswith("/"):
@@ -182,12 +189,22 @@ def _all_below(place: str, storage: Storage) -> _Files:
 # A folder
 
 
+def _seen(path: Path) -> dict[str, int]:
+    """The facts of a file that change when it is edited or replaced."""
+    stat = os.lstat(path)
+    return {"nbytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
+
+
 class _Folder:
     """A folder that files are written to, and its manifest."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self._noted: dict[str, dict[str, Any]] = {}
+        self._now: set[str] = set()
+        """Files that this pull has noted."""
+        self._found: dict[str, dict[str, int]] = {}
+        """Facts of the files that were there before it."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -211,16 +228,18 @@ class _Folder:
         finally:
             os.close(lock)
 
-    def known(self, path: str, address: str) -> tuple[str, int] | None:
-        """Version and size of a file, if it is as it was written."""
-        with suppress(OSError, KeyError, TypeError):
-            noted, stat = self._noted[path], os.lstat(self.path / path)
-            if (noted["address"], noted["nbytes"], noted["mtime_ns"]) == (
-                without_secrets(address),
-                stat.st_size,
-                stat.st_mtime_ns,
-            ):
-                return str(noted["version"]), stat.st_size
+    def known(self, path: str, address: str) -> tuple[str, int, int | None] | None:
+        """Version, size and checksum of a file that was written; no checksum if it is the same file with the same
+        times.
+
+        The time of a change (ctime) counts too. A program can set the time of the content (mtime) back, as ``touch``
+        and ``rsync`` do, and not this one.
+        """
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            noted, self._found[path] = self._noted[path], _seen(self.path / path)
+            if noted["address"] == without_secrets(address):
+                is_same = all(noted[name] == value for name, value in self._found[path].items())
+                return str(noted["version"]), int(noted["nbytes"]), None if is_same else int(noted["crc32c"])
         return None
 
     def place(self, path: str) -> str:
@@ -235,9 +254,15 @@ class _Folder:
     def note(self, files: Sequence[PulledFile]) -> None:
         """Writes down the versions of these files."""
         for file in files:
-            about = {"address": file.address, "version": file.version, "nbytes": file.nbytes}
-            if file.version is not None:
-                self._noted[file.path] = {**about, "mtime_ns": os.lstat(self.path / file.path).st_mtime_ns}
+            # It may have been edited since it was noted in this pull
+            if file.version is None or file.path in self._now:
+                continue
+            self._now.add(file.path)
+            if file.was_there:
+                self._noted[file.path] |= self._found[file.path]
+            else:
+                about = {"address": file.address, "version": file.version, "crc32c": file.crc32c}
+                self._noted[file.path] = about | _seen(self.path / file.path)
         text = json.dumps({"format": 1, "files": self._noted}, indent=1)
         new = self.path / f"{MANIFEST}.part"
         new.write_text(text, "utf-8")
@@ -271,7 +296,7 @@ class _Moving:
 
     def _move(self, addresses: Mapping[str, str], access: Access, storage: Storage | None) -> None:
         folder = self._folder
-        asked: list[tuple[str, str | None, tuple[str, int] | None]] = [
+        asked: list[tuple[str, str | None, tuple[str, int, int | None] | None]] = [
             (address, None, None) if folder is None else (address, folder.place(path), folder.known(path, address))
             for path, address in addresses.items()
         ]
@@ -307,8 +332,8 @@ class _Moving:
     def _complete(self, addresses: Mapping[str, str], pull: _core.Pull) -> list[PulledFile]:
         files = zip(addresses.items(), pull.files(), strict=False)
         return [
-            PulledFile(path, without_secrets(address), size, version, was_there)
-            for (path, address), (size, version, was_there, complete) in files
+            PulledFile(path, without_secrets(address), size, version, was_there, crc32c)
+            for (path, address), (size, version, was_there, complete, crc32c) in files
             if complete
         ]
 

@@ -291,15 +291,19 @@ def _main(spec: dict[str, Any], number: int, functions: dict[str, Any]) -> int:
 
 def main(functions: dict[str, Any] | None = None) -> None:
     """Does what it was told. ``functions``: by name; None for those of this module."""
-    spec = json.loads(Path(sys.argv[1]).read_text())
     stubs.process_weights(pytest.MonkeyPatch())
+    together(json.loads(Path(sys.argv[1]).read_text()), globals() if functions is None else functions)
+
+
+def together(spec: dict[str, Any], functions: dict[str, Any]) -> None:
+    """Forks the ranks of a specification, and waits until all of them have ended."""
     ranks = {}
     for number in range(spec["ranks"]):
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                status = _main(spec, number, globals() if functions is None else functions)
+                status = _main(spec, number, functions)
             finally:
                 os._exit(status)
         ranks[pid] = number

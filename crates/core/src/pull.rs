@@ -22,7 +22,9 @@ use crate::way::Routing;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -43,8 +45,19 @@ pub struct PullFile {
     pub from: OsString,
     /// The file that it goes to, in a folder that is there. `None`: it only goes into the disk cache.
     pub into: Option<PathBuf>,
-    /// The version and the size of the file that is there. If the object has that strong version still, the file stays.
-    pub known: Option<(String, u64)>,
+    /// The file that is there. If the object has its version still, it stays.
+    pub known: Option<KnownFile>,
+}
+
+/// A file that was written before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownFile {
+    /// Its strong version.
+    pub version: String,
+    /// Its size.
+    pub size: u64,
+    /// The CRC32C of what was written, which is compared with the file's. `None`: the file is known to be as it was.
+    pub crc: Option<u32>,
 }
 
 /// The state of one object.
@@ -58,6 +71,8 @@ pub struct PulledFile {
     pub was_there: bool,
     /// It is there.
     pub complete: bool,
+    /// The CRC32C of a file that was written.
+    pub crc: Option<u32>,
 }
 
 /// The state of a [`Pull`].
@@ -187,9 +202,11 @@ impl SharedPull {
     fn run(&self, files: &[PullFile], stores: &Stores, options: &Options) -> Result<()> {
         let addresses: Vec<&OsString> = files.iter().map(|file| &file.from).collect();
         let found = heads(&addresses, WHOLE, stores, options.stall_timeout, || !self.is_cancelled())?;
+        let states = found.iter().zip(files).map(|((_, head), file)| self.pulled(head, file));
+        let states = states.collect::<Result<Vec<_>>>()?;
         self.count(|status| {
             status.nbytes = found.iter().map(|(_, head)| head.size).sum();
-            status.files = found.iter().zip(files).map(|((_, head), file)| pulled(head, file)).collect();
+            status.files = states;
             status.done = status.files.iter().filter(|file| file.complete).map(|file| file.size).sum();
         });
         let is_there = lock(&self.state).status.files.iter().map(|file| file.complete).collect::<Vec<_>>();
@@ -202,12 +219,13 @@ impl SharedPull {
             let Head { mut bytes, size, version } = head;
             if let Some(into) = file.into.as_deref().filter(|_| bytes.len() as u64 == size) {
                 let (mut output, _) = Output::new(into, size, false)?;
+                let crc = Some(crc32c::crc32c(&bytes));
                 output.write_next(&mut bytes, 0)?;
                 output.seal(true)?;
                 output.publish(true)?;
                 self.count(|status| {
                     status.done += size;
-                    status.files[number].complete = true;
+                    (status.files[number].complete, status.files[number].crc) = (true, crc);
                 });
                 continue;
             }
@@ -220,27 +238,58 @@ impl SharedPull {
         }
         of_stores.iter().try_for_each(|(store, wanted)| Copying::new(self, store, wanted, options)?.run())
     }
+
+    /// The state of an object that was found.
+    fn pulled(&self, head: &Head, file: &PullFile) -> Result<PulledFile> {
+        let version = match &head.version {
+            Version::Strong(version) => Some(version.clone()),
+            _ => None,
+        };
+        let is_same = |known: &&KnownFile| version.as_ref() == Some(&known.version) && head.size == known.size;
+        let was_there = match (&file.into, file.known.as_ref().filter(is_same)) {
+            (Some(into), Some(KnownFile { crc: Some(crc), .. })) => self.crc_of(into)? == Some(*crc),
+            (Some(_), known) => known.is_some(),
+            // The disk cache has no empty objects.
+            (None, _) => head.size == 0,
+        };
+        Ok(PulledFile { size: head.size, version, was_there, complete: was_there, crc: None })
+    }
+
+    /// The CRC32C of a file; `None`: it cannot be read.
+    fn crc_of(&self, path: &Path) -> Result<Option<u32>> {
+        let Ok(mut file) = File::open(path) else { return Ok(None) };
+        let (mut bytes, mut crc) = (vec![0; BLOCK as usize], 0);
+        loop {
+            self.check_wanted()?;
+            match file.read(&mut bytes) {
+                Ok(0) => return Ok(Some(crc)),
+                Ok(got) => crc = crc32c::crc32c_append(crc, &bytes[..got]),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return Ok(None),
+            }
+        }
+    }
 }
 
-/// The state of an object that was found.
-fn pulled(head: &Head, file: &PullFile) -> PulledFile {
-    let version = match &head.version {
-        Version::Strong(version) => Some(version.clone()),
-        _ => None,
-    };
-    let is_known =
-        |(version, size): &(String, u64)| head.version == Version::Strong(version.clone()) && head.size == *size;
-    // The disk cache has no empty objects.
-    let was_there = match &file.into {
-        Some(_) => file.known.as_ref().is_some_and(is_known),
-        None => head.size == 0,
-    };
-    PulledFile { size: head.size, version, was_there, complete: was_there }
+/// Refuses objects that only go into the disk cache and that it does not take, before a byte of them is asked for.
+fn check_taken(storage: &Storage, wanted: &[PullObject]) -> Result<()> {
+    for (file, one) in (0..).zip(wanted).filter(|(_, one)| one.into.is_none()) {
+        let Some(cache) = storage.disk_cache() else {
+            return Err(Error::invalid("there is no disk cache that it could go to").at(&one.object.location));
+        };
+        if let Some(why) = cache.refusal(file) {
+            let text = format!("the disk cache takes nothing of it: {why}");
+            return Err(Error::new(ErrorKind::Limit, text).at(&one.object.location));
+        }
+    }
+    Ok(())
 }
 
 /// A file that is being written.
 struct PulledTo {
     output: Output,
+    /// The CRC32C of what is written.
+    crc: u32,
     /// The block that is written next.
     next: u64,
     /// Blocks that came before it.
@@ -275,6 +324,7 @@ impl<'p> Copying<'p> {
         let storage = Storage::new(wanted.iter().map(|one| (one.object.clone(), store)))?;
         let lanes = (0..wanted.len() as u32).map(|file| storage.facts(file).map(|facts| facts.lanes.any));
         let lanes = lanes.collect::<Result<Vec<_>>>()?;
+        check_taken(&storage, wanted)?;
         let routing = Routing { stall: options.stall_timeout, ..Routing::default() };
         let request = SourceRequest { staging: options.staging, ..SourceRequest::new(Io::Auto, Arc::new(routing)) };
         let source = Box::new(storage.source(&request)?);
@@ -342,6 +392,9 @@ impl<'p> Copying<'p> {
             if has_moved {
                 moved = Instant::now();
             }
+            if self.is_dropped() {
+                return self.check_cached();
+            }
             let now = self.cached_bytes();
             if now != progress {
                 (progress, moved) = (now, Instant::now());
@@ -402,6 +455,7 @@ impl<'p> Copying<'p> {
             let at = target.next * BLOCK;
             // SAFETY: its read has ended, and nobody else has the memory, which has a block.
             let bytes = unsafe { std::slice::from_raw_parts_mut(buffer.at(), (size - at).min(BLOCK) as usize) };
+            target.crc = crc32c::crc32c_append(target.crc, bytes);
             target.output.write_next(bytes, at)?;
             target.next += 1;
             let is_last = target.next * BLOCK >= size;
@@ -419,7 +473,7 @@ impl<'p> Copying<'p> {
         if let Entry::Vacant(free) = self.targets.entry(file) {
             let none = || Error::new(ErrorKind::Internal, "an object without a file; please report this");
             let (output, _) = Output::new(into.as_deref().ok_or_else(none)?, object.size, false)?;
-            free.insert(PulledTo { output, next: 0, early: BTreeMap::new() });
+            free.insert(PulledTo { output, crc: 0, next: 0, early: BTreeMap::new() });
         }
         self.targets.get_mut(&file).ok_or_else(|| Error::new(ErrorKind::Internal, "a file is gone; please report this"))
     }
@@ -430,7 +484,10 @@ impl<'p> Copying<'p> {
         target.output.seal(true)?;
         self.storage.verify(file)?;
         target.output.publish(true)?;
-        self.pull.count(|status| status.files[self.wanted[file as usize].number].complete = true);
+        self.pull.count(|status| {
+            let state = &mut status.files[self.wanted[file as usize].number];
+            (state.complete, state.crc) = (true, Some(target.crc));
+        });
         Ok(())
     }
 
@@ -440,6 +497,12 @@ impl<'p> Copying<'p> {
             let status = cache.status();
             status.written + status.dropped + status.cached
         })
+    }
+
+    /// True if the disk cache has dropped something, for good, that only goes there: it waits for its disk otherwise.
+    fn is_dropped(&self) -> bool {
+        let is_only_cached = self.wanted.iter().any(|one| one.into.is_none());
+        is_only_cached && self.storage.disk_cache().is_some_and(|cache| cache.status().dropped > 0)
     }
 
     fn count_received(&self) {
@@ -459,12 +522,7 @@ impl<'p> Copying<'p> {
         let Copying { pull, wanted, storage, source, .. } = self;
         // The cache's work ends with its source.
         drop(source);
-        let Some(cache) = storage.disk_cache() else {
-            return match wanted.iter().find(|one| one.into.is_none()) {
-                Some(one) => Err(Error::invalid("there is no disk cache that it could go to").at(&one.object.location)),
-                None => Ok(()),
-            };
-        };
+        let Some(cache) = storage.disk_cache() else { return Ok(()) };
         while !cache.wait(LOOK) {
             pull.check_wanted()?;
         }

@@ -6,16 +6,19 @@ use crate::hub::HubLayout;
 use crate::options::Options;
 use crate::storage::stores_of_hub;
 use crate::waiting::patiently;
-use penstock::pull::{Pull as Core, PullFile};
+use penstock::pull::{KnownFile, Pull as Core, PullFile};
 use pyo3::prelude::*;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// (size, strong version, it was there before, it is there now)
-type PulledFile = (u64, Option<String>, bool, bool);
+/// (size, strong version, it was there before, it is there now, CRC32C if it was written)
+type PulledFile = (u64, Option<String>, bool, bool, Option<u32>);
 
-/// (address, path of the file that it goes to, version and size of the file that is there)
-type Asked = (OsString, Option<PathBuf>, Option<(String, u64)>);
+/// (version, size, CRC32C to compare) of a file that is there
+type Known = (String, u64, Option<u32>);
+
+/// (address, path of the file that it goes to, the file that is there)
+type Asked = (OsString, Option<PathBuf>, Option<Known>);
 
 /// Copies that a thread makes.
 #[pyclass(frozen, module = "penstock._core")]
@@ -43,7 +46,9 @@ impl Pull {
     ) -> PyResult<Self> {
         guarded(py, || {
             let stores = stores_of_hub(py, storage, bearer, hub)?;
-            let files = files.0.into_iter().map(|(from, into, known)| PullFile { from, into, known }).collect();
+            let known = |(version, size, crc)| KnownFile { version, size, crc };
+            let file = |(from, into, there): Asked| PullFile { from, into, known: there.map(known) };
+            let files = files.0.into_iter().map(file).collect();
             let options = options.0.clone();
             Ok(Self(Held::new(detached(py, || Core::start(files, &stores, &options))?)))
         })
@@ -62,11 +67,12 @@ impl Pull {
         })
     }
 
-    /// For each file: size, strong version or None, whether it was there before, whether it is there.
+    /// For each file: size, strong version or None, whether it was there before, whether it is there, CRC32C if it was written.
     fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<PulledFile>> {
         answer(py, || {
             let files = self.0.status().files.into_iter();
-            Ok(files.map(|file| (file.size, file.version, file.was_there, file.complete)).collect::<Vec<_>>())
+            let told = files.map(|file| (file.size, file.version, file.was_there, file.complete, file.crc));
+            Ok(told.collect::<Vec<_>>())
         })
     }
 

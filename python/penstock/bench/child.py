@@ -43,6 +43,8 @@ class Order:
     #: Where a web server has the files, if one does, and the folder with the programs that fetch them.
     urls: list[str] = field(default_factory=list)
     tools: str | None = None
+    #: The folder of a first start and a second one.
+    kept: str | None = None
     dtype: str | None = None
     trace: str | None = None
     #: Bytes of memory that the process uses and frees before each load, as the bare receive loop does before its own.
@@ -135,6 +137,7 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
         trace=order.trace,
         urls=order.urls,
         tools=None if order.tools is None else Path(order.tools),
+        kept=None if order.kept is None else Path(order.kept),
     )
     torch.ones(1 << 22).clone()  # starts torch's threads, which are no part of a load
     torch.zeros(1, device=order.device)

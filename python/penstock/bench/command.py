@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .checkpoints import Kind
 
 SCHEMA = 3
+#: Penstock as it comes, in a quick run of a published table.
+PLAIN = ("penstock", "penstock copy", "penstock url", "penstock url, disk cache")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +119,7 @@ def link_of(given: list[str]) -> dict[str, str]:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Runs the benchmark; whether all was well: every byte verified, and no load by penstock failed."""
-    from . import bounds, tables
+    from . import bounds, starts, tables
     from .contestants import CONTESTANTS
     from .forkserver import Forkserver
     from .machine import machine
@@ -165,7 +167,7 @@ def run(arguments: argparse.Namespace) -> bool:
         preset=arguments.preset,
         contestants=tuple(
             arguments.contestant
-            or (beside and ("penstock", "penstock copy", "penstock url", *(name for _, _, name in beside)))
+            or (beside and (*PLAIN, *(name for _, _, name in beside)))
             or (preset.contestants if preset else ())
         ),
         beside=frozenset(beside),
@@ -198,6 +200,7 @@ def run(arguments: argparse.Namespace) -> bool:
             "calibration": bench.calibration,
             "rows": rows,
             "bounds": bounds.bounds(rows, judged=not arguments.quick),
+            "states": starts.states(bench.runs),
             "runs": bench.runs,
             "traces": bench.traces,
         }

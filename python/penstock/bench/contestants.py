@@ -21,7 +21,17 @@ from . import reference
 from .job import Job, Pairs, State, Tensors
 from .scenarios import COLD
 from .verification import torch_dtype
-from .web_loads import by_boto3, by_go, downloaded, runai_streamer_s3
+from .web_loads import (
+    by_boto3,
+    by_go,
+    by_penstock,
+    by_safetensors,
+    by_urllib,
+    downloaded,
+    downloaded_once,
+    runai_streamer_s3,
+    shards,
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,8 @@ class Contestant:
 
     `semantics` says where its tensors lie: `any` (where it likes: a mapping of the file counts), `private` (memory of
     their own), `into` (parameters that existed before). `served`: it fetches from a web server into memory
-    of its own; `served into`: into parameters that existed before.
+    of its own; `served into`: into parameters that existed before. `kept`: the first start fetches from a web server
+    and leaves something on the disk, and the second one takes that; its tensors lie where the loader likes.
     """
 
     name: str
@@ -48,6 +59,8 @@ class Contestant:
     environment: dict[str, str] = field(default_factory=dict)
     #: Makes files that it needs besides the checkpoint, untimed; gives those that it reads instead.
     files: Callable[[list[Path]], list[Path]] | None = None
+    #: The weights among what its first start has kept in a folder.
+    kept: Callable[[Path], list[Path]] = shards
     #: Most tensors that it is asked for: what takes minutes for a load would make a run take days.
     most_tensors: float = math.inf
     #: Takes part in this preset only.
@@ -75,9 +88,30 @@ def penstock(**options: Any) -> Callable[[Job], Tensors]:
     return load
 
 
+def penstock_cached(job: Job) -> Tensors:
+    """Through a disk cache in the folder of the first start. It may have all of the disk that the run has found."""
+    import penstock
+
+    begun = time.perf_counter()
+    storage: Any = {"disk_cache": job.kept, "disk_cache_free": 0}
+    checkpoint = penstock.open(job.urls, storage=storage)
+    job.noted["open_s"] = time.perf_counter() - begun
+    state = checkpoint.load(job.device, progress=False)
+    note(job, checkpoint.last_report)
+    return state
+
+
+def cached_files(folder: Path) -> list[Path]:
+    """The weights in a disk cache."""
+    return sorted((folder / "objects").glob("*/*.data"))
+
+
 def note(job: Job, report: Any) -> None:
     """Keeps a report of penstock for the JSON, and the way to wait for what goes on after the load."""
     job.noted["report"] = plain(report)
+    if (cache := report.get("disk_cache")) is not None:
+        returned = time.perf_counter()
+        job.background.append(lambda: cached(cache, returned))
     if (fill := report.get("cache_fill")) is not None:
         job.background.append(lambda: filled(fill))
 
@@ -106,6 +140,13 @@ def penstock_load_into(job: Job) -> Tensors:
 def plain(value: Any) -> Any:
     """A report as JSON can hold it."""
     return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+def cached(cache: Any, returned: float) -> dict[str, Any]:
+    """Waits until the disk cache has what came."""
+    cache.wait()
+    seconds = time.perf_counter() - returned
+    return {"kept_s": seconds, "kept_bytes": cache.written_bytes, "kept_reason": cache.reason}
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
@@ -320,11 +361,12 @@ _CPU, _CUDA = ("cpu",), ("cuda",)
 
 def _ours(
     name: str, load: Callable[[Job], Tensors], semantics: str = "any", devices: tuple[str, ...] = (*_CPU, *_CUDA),
-    scenarios: Iterable[str] = (), route: bool = False,
+    scenarios: Iterable[str] = (), route: bool = False, kept: Callable[[Path], list[Path]] = shards,
 ) -> Contestant:  # fmt: skip
     return Contestant(
-        name, "penstock", load, semantics, devices, rival=False, scenarios=tuple(scenarios), route=route, casts=True
-    )
+        name, "penstock", load, semantics, devices, rival=False, scenarios=tuple(scenarios), route=route, casts=True,
+        kept=kept,
+    )  # fmt: skip
 
 
 CONTESTANTS: list[Contestant] = [
@@ -378,6 +420,14 @@ CONTESTANTS: list[Contestant] = [
     Contestant("pread floor", "torch", pread_floor, "private"),
     _ours("penstock url", penstock(), "served"),
     _ours("penstock url load_into", penstock_load_into, "served into", _CPU),
+    _ours("penstock url, disk cache", penstock_cached, "kept", kept=cached_files),
+    _ours("urllib to disk once, penstock", downloaded_once(by_urllib, by_penstock), "kept"),
+    *(
+        Contestant(f"{tool} to disk once, safetensors", module, downloaded_once(download, by_safetensors), "kept")
+        for tool, module, download in (
+            ("urllib", "safetensors", by_urllib), ("go", "safetensors", by_go), ("boto3", "boto3", by_boto3)
+        )
+    ),
     Contestant("runai streamer s3", "runai_model_streamer_s3", runai_streamer_s3, "served"),
     Contestant(
         "runai streamer s3, 16", "runai_model_streamer_s3", runai_streamer_s3, "served",

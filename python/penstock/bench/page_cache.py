@@ -6,6 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,6 +38,15 @@ def evict(paths: Iterable[Path]) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def evict_all(paths: list[Path]) -> None:
+    """As `evict`, again and again for a second: the kernel leaves a page that it is working on."""
+    for _ in range(20):
+        evict(paths)
+        if not resident_bytes(paths):
+            return
+        time.sleep(0.05)
 
 
 def evict_second_half(paths: Iterable[Path]) -> None:

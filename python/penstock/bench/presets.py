@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .scenarios import BUCKET
+from . import starts
+from .scenarios import BUCKET, SECOND
 
 GIB = 2**30
 #: The share of a folder's free space for all checkpoints of a preset. Those of torch.load come on top.
@@ -36,9 +37,15 @@ class Preset:
     contestants: tuple[str, ...] = ()
 
     def beside(self) -> set[tuple[str, str, str]]:
-        """Checkpoint, scenario and contestant of every published row. On a CPU `private` may stand for `warm`."""
+        """Checkpoint, scenario and contestant of every published row, and of second starts.
+
+        On a CPU `private` may stand for `warm`.
+        """
         rows = [row for row in published(self.name)["rows"] if row["contestant"] is not None]
         found = {(row["checkpoint"], row["scenario"], row["contestant"]) for row in rows}
+        if SECOND in self.scenarios:  # nothing is published of second starts: they stand beside stock ones
+            stock = {state.stock for state in starts.STATES if state.scenario == SECOND}
+            found |= {(model, SECOND, name) for model in self.models for name in stock}
         return found | {(model, "private", name) for model, scenario, name in found if scenario == "warm"}
 
     def quick(self) -> dict[str, tuple[str, ...]]:
@@ -84,9 +91,9 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "anyscale-model-loader",
-            "Llama-2-70B from a web server, plain and with TLS",
+            "Llama-2-70B from a web server, plain and with TLS, and its second start from the disk",
             ("llama-2-70b",),
-            ("bucket", "bucket-tls"),
+            (*BUCKET, SECOND),
         ),
         Preset(
             "io-uring-study",
@@ -139,6 +146,7 @@ def comparison(result: dict[str, Any]) -> str:
         ours = rows.get((one["checkpoint"], scenario, mine))
         here = [scenario, one["contestant"] or "not run here", *_figures(same), *_figures(ours)]
         lines.append(f"| {' | '.join([*there, *here])} |")
+    lines += starts.table(result.get("states", ()))
     if result.get("quick"):
         lines.append("- here a quick run: one round of small checkpoints shows that it works, and ranks no loader")
     for name, about in result["checkpoints"].items():

@@ -68,7 +68,10 @@ def figures(group: list[Run]) -> Row:
     fills = [run["fill_s"] for run in first if run.get("fill_state") == "finished"]
     if fills:
         row["fill_s"] = float(statistics.median(fills))
-    served = ("served_bytes", "served_requests", "served_connections", "served_stalled")
+    kept = [run["kept_s"] for run in first if "kept_s" in run]
+    if kept:
+        row["kept_s"] = float(statistics.median(kept))
+    served = ("served_bytes", "served_requests", "served_connections", "served_stalled", "first_served_bytes")
     for name in ("memory", "pinned", "device_memory", "cache_left", *served):
         known = [run[name] for run in first if run.get(name) is not None]
         if known:

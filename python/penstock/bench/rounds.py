@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,7 @@ from .forkserver import Forkserver
 from .gpu_memory import GpuMemory
 from .memory_limit import MemoryLimit, NoMemoryLimit
 from .neighbour import Neighbour, NeighbourEnded
-from .page_cache import evict, evict_second_half, fill, free_memory, is_full, resident_bytes
+from .page_cache import evict, evict_all, evict_second_half, fill, free_memory, is_full, resident_bytes
 from .process import LoadFailed, LoadProcess, Probe, Sampled, memory_of
 from .results import ALONE, TOUCHED, Run, alone, beyond, left_on_disk, together
 from .scenarios import COLD, SCENARIOS, Scenario, accepts
@@ -186,7 +186,7 @@ class Bench:
         if not self.settings.ceilings:
             return []
         on_gpu = self.settings.on_gpu
-        if scenario.served:
+        if scenario.served and not scenario.from_disk:
             return [*CLIENTS, *(["host_to_device"] if on_gpu else [])]
         wanted = dict.fromkeys(
             stage for one in entrants for way in bounding(scenario, one.semantics, on_gpu) for stage in way
@@ -287,6 +287,8 @@ class Bench:
             found["predecessor"] = predecessor.run(scenario.predecessor, files, size)
         if scenario.cache == "empty":
             evict(files)
+        elif scenario.cache == "kept":
+            evict_all(files)
         elif scenario.cache == "half":
             fill(files)
             evict_second_half(files)
@@ -300,6 +302,8 @@ class Bench:
         if scenario.cache == "full" and not is_full(files):
             fill(files)  # last: taking memory may cost some of it
         resident = resident_bytes(files)
+        if scenario.cache == "kept" and resident:
+            raise LoadFailed(f"{resident} bytes of what was kept stay in the page cache")
         if scenario.cache == "half" and "raw_s" in found:
             found["raw_s"] *= 0.5 if resident is None else 1 - resident / size
         return found | {"resident_before": resident}
@@ -349,13 +353,11 @@ class Bench:
         self, contestant: Contestant, scenario: Scenario, placed: Placed, raw: _ceiling.Settings | None
     ) -> list[Run]:
         """The loads of one process, or of as many as the scenario has load at once."""
-        order = self.order(contestant, scenario, placed)
-        files = [Path(path) for path in order.files]
         runs: list[Run] = []
         found: Run = {}
         try:
-            first = self.first_start(contestant, order, placed, files) if scenario.cache == "left" else {}
             with contextlib.ExitStack() as stack:
+                order, files, first = stack.enter_context(self.started(contestant, scenario, placed))
                 limit = stack.enter_context(MemoryLimit(int(1.25 * placed.nbytes))) if scenario.limited else None
                 processes = [
                     stack.enter_context(self.process(contestant, order, placed)) for _ in range(scenario.processes)
@@ -397,22 +399,57 @@ class Bench:
         """Loads of one process."""
         return self.settings.loads if scenario.name == "latency" and self.settings.loads else scenario.loads
 
-    def first_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> Run:
-        """A cold load whose tensors are used, by a process of its own: what it leaves in the page cache counts.
+    @contextlib.contextmanager
+    def started(
+        self, contestant: Contestant, scenario: Scenario, placed: Placed
+    ) -> Iterator[tuple[Order, list[Path], Run]]:
+        """The job of a load, its files, and the facts about its first start, if the scenario has one."""
+        order = self.order(contestant, scenario, placed)
+        files = [Path(path) for path in order.files]
+        if scenario.cache == "left":
+            yield order, files, self.first_start(contestant, order, placed, files)
+        elif scenario.cache == "kept":
+            with tempfile.TemporaryDirectory(prefix="penstock-kept-", dir=placed.folder) as folder:
+                order = replace(order, kept=folder)
+                first = self.first_start(contestant, order, placed, files, "bucket")
+                yield order, self.kept_files(contestant, Path(folder), placed), first
+        else:
+            yield order, files, {}
 
-        The process lives until the loader has ended what it does in the background. Gives what it tells of that.
+    def first_start(
+        self, contestant: Contestant, order: Order, placed: Placed, files: list[Path], state: str = "cold"
+    ) -> Run:
+        """A load whose tensors are used, by a process of its own: what it leaves in page cache or on disk counts.
+
+        It begins as the loads of the scenario `state`. The process lives until the loader has ended what it does in the
+        background. Gives what it tells of that.
         """
-        with self.process(contestant, order, placed) as process:
+        prepared = self.wanted_memory(placed.nbytes) if SCENARIOS[state].served else 0
+        counted = self._served.counts() if self._served is not None else {}
+        with self.process(contestant, replace(order, prepared=prepared), placed) as process:
             said = process.hear()
             if "absent" in said:
                 raise Absent(said["absent"])
-            self.before(SCENARIOS["cold"], files)
+            self.before(SCENARIOS[state], files)
             process.say("load")
-            cold = process.hear()
+            loaded = process.hear()
             process.say("settle")
-            settled = {name: value for name, value in process.hear().items() if name.startswith("fill_")}
+            settled = {name: value for name, value in process.hear().items() if name.startswith(("fill_", "kept_"))}
             process.say("end")
-        return {"first_s": cold["load_s"] + cold.get("touch_s", 0.0)} | settled
+        found: Run = {"first_s": loaded["load_s"] + loaded.get("touch_s", 0.0)} | settled
+        return found | {f"first_{name}": count for name, count in self.served_since(counted).items()}
+
+    def kept_files(self, contestant: Contestant, folder: Path, placed: Placed) -> list[Path]:
+        """The weights that a first start has left on the disk.
+
+        Raises:
+            LoadFailed: they are not as many bytes as the checkpoint's.
+        """
+        files = contestant.kept(folder)
+        there, wanted = (sum(path.stat().st_size for path in paths) for paths in (files, placed.files))
+        if there != wanted:
+            raise LoadFailed(f"the first start has kept {there} of {wanted} bytes")
+        return files
 
     def warm_start(self, contestant: Contestant, order: Order, placed: Placed, files: list[Path]) -> float:
         """Seconds of a warm load by one more process, for the second start to stand beside."""
@@ -436,7 +473,7 @@ class Bench:
             urls=[] if self._served is None else self._served.urls(placed.files),
             tools=None if self.settings.tools is None else str(self.settings.tools),
             dtype=scenario.dtype,
-            prepared=self.wanted_memory(placed.nbytes) if scenario.served else 0,
+            prepared=self.wanted_memory(placed.nbytes) if scenario.served and not scenario.from_disk else 0,
         )
 
     def files_of(self, contestant: Contestant, paths: list[str]) -> list[str]:

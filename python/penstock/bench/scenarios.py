@@ -18,6 +18,7 @@
 | `latency` | full | many loads in each process |
 | `bucket` | full | tensors, private memory, from a web server on this machine with a link model |
 | `bucket-tls` | full | the same with TLS |
+| `bucket-second` | empty (checked) of what a first start from that server has kept on the disk | tensors, any memory |
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from .predecessor import FREED, MAPPED, STATES
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    #: The page cache before a load: `empty`, `full`, `half`, or `left` as an earlier load left it.
+    #: The page cache before a load: `empty`, `full`, `half`, `left` as an earlier load left it, or `kept`: empty, and
+    #: the load finds on the disk what an earlier one has kept there.
     cache: str
     #: The contestants that it compares: see `contestants.Contestant`.
     semantics: tuple[str, ...] = ("any", "private")
@@ -55,7 +57,7 @@ class Scenario:
     @property
     def from_disk(self) -> bool:
         """Such loads into CPU memory are ranked by the time to the last byte touched, others by the load alone."""
-        return self.cache == "empty" or self.cache == "half"
+        return self.cache in ("empty", "half", "kept")
 
     @property
     def state(self) -> str | None:
@@ -82,6 +84,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("latency", "full", loads=50),
         Scenario("bucket", "full", ("served", "served into"), served="http"),
         Scenario("bucket-tls", "full", ("served", "served into"), served="https"),
+        Scenario("bucket-second", "kept", ("kept",), served="http"),
     )
 }
 
@@ -89,6 +92,8 @@ SCENARIOS: dict[str, Scenario] = {
 COLD = ("cold", "cold-freed")
 #: From a web server.
 BUCKET = ("bucket", "bucket-tls")
+#: A second start, where the first one was from a web server.
+SECOND = "bucket-second"
 #: The scenarios of every checkpoint.
 CORE = (*COLD, "warm", "private", "load_into")
 
@@ -100,7 +105,7 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
 
 def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
     """Whether a contestant with these semantics is compared in the scenario."""
-    if on_gpu and semantics not in ("into", "served", "served into"):
+    if on_gpu and semantics not in ("into", "served", "served into", "kept"):
         # On a GPU all memory is private: there `warm` compares all loaders.
         return "any" in scenario.semantics
     return semantics in scenario.semantics
@@ -112,7 +117,7 @@ def ceilings(scenario: Scenario, semantics: str, on_gpu: bool) -> tuple[tuple[st
     None where nothing has to move (zero copy), or where what moves is up to the loader.
     """
     last = ("host_to_device",) if on_gpu else ()
-    if scenario.served:
+    if scenario.served and not scenario.from_disk:
         return (("loop touched" if semantics == "served into" else "loop", *last),)
     if scenario.processes > 1 or scenario.dtype or scenario.cache == "left":
         return ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from .presets import PRESETS, comparison
 from .results import ALONE, TOUCHED
-from .scenarios import SCENARIOS
+from .scenarios import SCENARIOS, SECOND
 
 Row = dict[str, Any]
 
@@ -20,6 +20,8 @@ _COLUMNS: list[Column] = [
     ("GB/s", lambda row: f"{row['gb_per_s']:.2f}"),
     ("share", lambda row: f"{row['share']:.2f} of {row['ceiling']}"),
     ("warm s", lambda row: f"{row['warm_s']:.3f}"),
+    ("first start s", lambda row: f"{row['first_s']:.3f}" if row["scenario"] == SECOND else ""),
+    ("kept s", lambda row: f"{row['kept_s']:.3f}"),
     ("fill s", lambda row: f"{row['fill_s']:.3f}"),
     ("first s", lambda row: f"{row['first_tensor_s']:.3f}"),
     ("touch s", lambda row: f"{row['touch_s']:.3f}"),

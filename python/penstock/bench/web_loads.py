@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +42,14 @@ def by_boto3(job: Job, into: Path) -> None:
         client.download_file(bucket, key, str(into / key))
 
 
+def by_urllib(job: Job, into: Path) -> None:
+    """Python itself: one connection, file by file."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for url in job.urls:
+        with direct.open(url) as answer, (into / url.rpartition("/")[2]).open("wb") as file:
+            shutil.copyfileobj(answer, file, 1 << 20)
+
+
 def downloaded(download: Callable[[Job, Path], None], folder: str | None) -> Callable[[Job], Tensors]:
     """Downloads into a new folder, in `folder` or beside the checkpoint; safetensors maps it, and it is touched."""
 
@@ -56,3 +67,37 @@ def downloaded(download: Callable[[Job, Path], None], folder: str | None) -> Cal
         return state
 
     return load
+
+
+def shards(folder: Path) -> list[Path]:
+    """The weights in a folder that was downloaded into."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def downloaded_once(
+    download: Callable[[Job, Path], None], load: Callable[[Job, list[Path]], Tensors]
+) -> Callable[[Job], Tensors]:
+    """Downloads if the folder of the first start is empty, and loads what is in there."""
+
+    def start(job: Job) -> Tensors:
+        assert job.kept is not None
+        if not shards(job.kept):
+            download(job, job.kept)
+        return load(job, shards(job.kept))
+
+    return start
+
+
+def by_safetensors(job: Job, files: list[Path]) -> Tensors:
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in files for name, tensor in load_file(file, device=job.device).items()}
+
+
+def by_penstock(job: Job, files: list[Path]) -> Tensors:
+    import penstock
+
+    begun = time.perf_counter()
+    checkpoint = penstock.open(files)
+    job.noted["open_s"] = time.perf_counter() - begun
+    return checkpoint.load(job.device, progress=False)

@@ -319,7 +319,8 @@ pub fn facts_at(path: &Path) -> Result<Facts> {
     Files::from_paths(&[path])?.facts(0)
 }
 
-fn descriptor_limit() -> u64 {
+/// Descriptors that this process may have.
+pub(in crate::store) fn descriptor_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: writes one rlimit.
     match unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } {

@@ -34,6 +34,7 @@ SCENARIOS = {
     "limited": "Nothing in the page cache; memory limited to 1.25 times the bytes.",
     "bucket": "From a web server on this machine, with a link model if the command has one; into private memory.",
     "bucket-tls": "From a web server on this machine, with TLS; into private memory.",
+    "bucket-second": "Kept on the disk by a first start from that server; nothing of it in the page cache.",
     "latency": "All of the files in the page cache; many loads in each process.",
 }
 

@@ -47,7 +47,7 @@ COLUMNS = (
     Column("device memory", "device_memory", "bytes", about="peak allocated beyond the weights"),
     Column("cache left", "cache_left", "bytes", about="of the files, in the page cache afterwards"),
     Column("set-up", "setup_s", "seconds", about="imports and context creation, not part of the load"),
-    Column("first start", "first_s", "seconds", about="the cold load before a second start, touch included"),
+    Column("first start", "first_s", "seconds", about="the load before a second start, touch included"),
     Column("fill", "fill_s", "seconds", about="filling the page cache after the first start, in the background"),
     Column("warm", "warm_s", "seconds", about="a warm load of the same run, beside the second start"),
     Column("loads", "loads", "number"),

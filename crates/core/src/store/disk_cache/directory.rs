@@ -148,6 +148,11 @@ impl Directory {
         }
     }
 
+    /// Waits until the names of its files are on the disk.
+    pub(super) fn sync(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+
     /// The bytes of a small file; `None`: it is not there, or has more than `most`.
     pub(super) fn read(&self, name: &str, most: u64) -> Result<Option<Vec<u8>>> {
         let Some((file, _, _)) = self.open(name, false)? else { return Ok(None) };

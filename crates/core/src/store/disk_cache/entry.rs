@@ -2,8 +2,10 @@
 
 use super::directory::{refused, Directory, PART};
 use super::key::CacheKey;
-use super::lock::{held, retried, try_lock, unlock, unlock_all, LockKind};
+use super::lock::{held, retried, try_lock, unlock, LockKind};
 use super::map::{blocks, boot_tag, random, slots, MapHeader, Slot, BLOCK, MOST_BYTES, MOST_HEADER, SLOT};
+use super::on_demand::{FileUse, OnDemandFile};
+use super::open_locks::{LockedFile, OpenLock, OpenLocks};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Anonymous;
 use crate::options::PAGE;
@@ -13,14 +15,12 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
-/// The byte whose lock is held, shared, by each open entry. The bytes below it are the blocks'.
-const OPEN: u64 = 1 << 40;
 /// Locks that [`CacheEntry::take`] asks for before it takes a block for claimed whose lock comes and goes.
 const ATTEMPTS: u32 = 1000;
 /// Slots that are read at once.
@@ -40,25 +40,52 @@ pub(crate) enum BlockState {
 /// An object in the cache, open. As long as it is, nobody removes it.
 ///
 /// A forked child has the parent's open files, and cannot use its parent's entries. If the parent drops an entry, its locks
-/// end at once. If the parent is killed, they stay as long as a child that did not call [`leave_to_parent`]: its claims then
-/// look like the ones of a stopped process.
+/// end at once. If the parent is killed, they stay as long as a child that did not call
+/// [`leave_to_parent`](super::leave_to_parent): its claims then look like the ones of a stopped process.
 #[derive(Debug)]
 pub(crate) struct CacheEntry {
     data_path: PathBuf,
     map_path: PathBuf,
-    map: File,
-    data: File,
+    map: Arc<OnDemandFile>,
+    data: Arc<OnDemandFile>,
     /// The data file past the page cache, once it was opened; `None`: that was refused.
-    direct: OnceLock<Option<File>>,
+    direct: OnceLock<Option<Arc<OnDemandFile>>>,
     direct_failed: AtomicBool,
     header: MapHeader,
     /// Where the slots begin.
     first_slot: u64,
     writable: bool,
     number: u32,
-    /// The blocks that are claimed here.
-    claims: Mutex<BTreeSet<u32>>,
+    claims: Mutex<Claims>,
     process: u32,
+    /// Dropped last.
+    _open: OpenLock,
+}
+
+/// The blocks that an entry has claimed, and the map with their locks, which stays open meanwhile.
+#[derive(Debug, Default)]
+struct Claims {
+    blocks: BTreeSet<u32>,
+    map: Option<LockedFile>,
+}
+
+impl Claims {
+    /// Adds a block whose lock this open map has.
+    fn add(&mut self, block: u32, map: &Arc<File>) {
+        self.blocks.insert(block);
+        self.map.get_or_insert_with(|| LockedFile::new(map.clone()));
+    }
+
+    /// Ends the claim of a block, if there is one. Its slot stays: a claim without a lock does not count. To write the slot could
+    /// undo the write of another process.
+    fn end(&mut self, block: u32) {
+        if self.blocks.remove(&block) {
+            self.map.iter().for_each(|map| unlock(map.file(), u64::from(block)..u64::from(block) + 1));
+        }
+        if self.blocks.is_empty() {
+            self.map = None;
+        }
+    }
 }
 
 /// The process of an entry with this number.
@@ -77,24 +104,6 @@ fn new_number() -> u32 {
         PROCESS.compare_exchange(known, fresh, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|now| now, |_| fresh)
     };
     ((process as u32) << 16 | random() >> 16).max(1)
-}
-
-/// The descriptors of the maps that this process has open, for its forked children. Not loom's lock: no model has a cache.
-static MAPS: std::sync::Mutex<Vec<RawFd>> = std::sync::Mutex::new(Vec::new());
-
-fn maps() -> std::sync::MutexGuard<'static, Vec<RawFd>> {
-    MAPS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// In a forked child: closes the maps of the parent, so that their locks end with the parent. Nothing else uses them here. A
-/// child of a thread that forks while another one opens or drops an entry keeps them.
-pub fn leave_to_parent() {
-    let (Ok(mut maps), Ok(nothing)) = (MAPS.try_lock(), File::open("/dev/null")) else { return };
-    for map in maps.drain(..) {
-        // The number stays taken: the child's copy of the entry closes it.
-        // SAFETY: both are descriptors of this process; what reads the map checks the process before.
-        unsafe { libc::dup3(nothing.as_raw_fd(), map, libc::O_CLOEXEC) };
-    }
 }
 
 /// The outcome of opening an entry.
@@ -146,54 +155,39 @@ pub(super) fn read_up_to(file: &File, into: &mut [u8], at: u64) -> io::Result<us
     Ok(done)
 }
 
-/// True if an entry of this map is open anywhere.
-pub(super) fn is_open(map: &File) -> io::Result<bool> {
-    Ok(held(map, OPEN..OPEN + 1)?.is_some())
-}
-
-/// Keeps others from opening an entry of this map, which must be open for writing; false: somebody has it open.
-pub(super) fn close_to_others(map: &File) -> io::Result<bool> {
-    try_lock(map, LockKind::Exclusive, OPEN..OPEN + 1)
-}
-
 impl CacheEntry {
-    /// Opens the entry of this name.
-    pub(super) fn open(folder: &Directory, id: &str, write: bool) -> Result<OpenedEntry> {
+    /// Opens the entry of this name. Nobody removes it while it has one of `locks`.
+    pub(super) fn open(locks: &Arc<OpenLocks>, folder: &Directory, id: &str, write: bool) -> Result<OpenedEntry> {
         let map_path = folder.path().join(map_name(id));
         let failed = |e: io::Error| Error::io("open the map", &e).at(&map_path);
-        // An entry that is being removed is locked, and a moment later it has no name.
-        let map = retried(|| {
-            let Some((map, _, writable)) = folder.open(&map_name(id), write)? else { return Ok(Some(None)) };
-            if !try_lock(&map, LockKind::Shared, OPEN..OPEN + 1).map_err(failed)? {
-                return Ok(None);
-            }
-            let found = map.metadata().map_err(failed)?;
-            Ok::<_, Error>((found.nlink() > 0).then_some(Some((map, found.len(), writable))))
-        })?;
-        let Some(map) = map else {
+        let Some(open) = retried(|| locks.hold(id).map_err(failed))? else {
             let stopped = "another process has been removing it for 1 s";
             return Err(Error::new(ErrorKind::Timeout, format!("cannot open the map: {stopped}")).at(&map_path));
         };
-        let Some((map, length, writable)) = map else { return Ok(OpenedEntry::Nothing) };
+        let Some((map, map_found, writable)) = folder.open(&map_name(id), write)? else {
+            return Ok(OpenedEntry::Nothing);
+        };
         let (header, first_slot) = match header_of(&map).map_err(failed)? {
             Ok(found) => found,
             Err(why) => return Ok(OpenedEntry::Leftover(why.to_owned())),
         };
-        if length != first_slot + u64::from(blocks(header.size)) * SLOT {
+        if map_found.len() != first_slot + u64::from(blocks(header.size)) * SLOT {
             return Ok(OpenedEntry::Leftover("the map has another size than its blocks".to_owned()));
         }
-        let (data, found, also) = match folder.open(&data_name(id), writable)? {
+        let (data, data_found, also) = match folder.open(&data_name(id), writable)? {
             Some(data) => data,
             None => return Ok(OpenedEntry::Leftover("the map has no data".to_owned())),
         };
-        if found.len() != header.size {
-            return Ok(OpenedEntry::Leftover(format!("the data file has {} bytes, not {}", found.len(), header.size)));
+        if data_found.len() != header.size {
+            let why = format!("the data file has {} bytes, not {}", data_found.len(), header.size);
+            return Ok(OpenedEntry::Leftover(why));
         }
-        let entry = CacheEntry {
-            data_path: folder.path().join(data_name(id)),
+        let data_path = folder.path().join(data_name(id));
+        Ok(OpenedEntry::Entry(Box::new(CacheEntry {
+            map: OnDemandFile::new(map_path.clone(), map, &map_found, FileUse::of(writable)),
+            data: OnDemandFile::new(data_path.clone(), data, &data_found, FileUse::of(also)),
+            data_path,
             map_path,
-            map,
-            data,
             direct: OnceLock::new(),
             direct_failed: AtomicBool::new(false),
             header,
@@ -202,9 +196,8 @@ impl CacheEntry {
             number: new_number(),
             claims: Mutex::default(),
             process: std::process::id(),
-        };
-        maps().push(entry.map.as_raw_fd());
-        Ok(OpenedEntry::Entry(Box::new(entry)))
+            _open: open,
+        })))
     }
 
     /// Makes the files of an entry. The caller holds its lock of making, and has removed leftovers.
@@ -237,9 +230,9 @@ impl CacheEntry {
 
     /// Records that it is used now, if it may be written.
     pub(super) fn touch(&self) {
-        if self.writable {
+        if let (true, Ok(map)) = (self.writable, self.map.get()) {
             // SAFETY: a descriptor that is held here; no times means now.
-            let _not_recorded = unsafe { libc::futimens(self.map.as_raw_fd(), std::ptr::null()) };
+            let _not_recorded = unsafe { libc::futimens(map.as_raw_fd(), std::ptr::null()) };
         }
     }
 
@@ -283,8 +276,17 @@ impl CacheEntry {
     }
 
     /// The data file, for reads through the page cache.
-    pub(crate) fn file(&self) -> &File {
-        &self.data
+    pub(super) fn file(&self) -> Result<Arc<File>> {
+        self.data.get().map_err(|e| Error::io("open", &e).at(&self.data_path))
+    }
+
+    fn map(&self) -> Result<Arc<File>> {
+        self.map.get().map_err(|e| self.failed("open the map", &e))
+    }
+
+    /// The map, to be written.
+    fn map_to_write(&self) -> Result<Arc<File>> {
+        self.map.get().map_err(|e| Error::write("open the map", &e).at(&self.map_path))
     }
 
     /// True if blocks can be claimed and written.
@@ -337,7 +339,8 @@ impl CacheEntry {
 
     /// True if another open file holds the lock of a block.
     pub(super) fn is_locked(&self, block: u32) -> bool {
-        held(&self.map, u64::from(block)..u64::from(block) + 1).is_ok_and(|held| held.is_some())
+        let held = |map: Arc<File>| held(&map, u64::from(block)..u64::from(block) + 1);
+        self.map.get().and_then(held).is_ok_and(|held| held.is_some())
     }
 
     /// The CRC32C of each block; `None`: it is not there.
@@ -361,12 +364,12 @@ impl CacheEntry {
         self.states_beside(&lock(&self.claims), run)
     }
 
-    fn states_beside(&self, claims: &BTreeSet<u32>, run: Range<u32>) -> Result<Vec<BlockState>> {
+    fn states_beside(&self, claims: &Claims, run: Range<u32>) -> Result<Vec<BlockState>> {
         let mut states = Vec::with_capacity(run.len());
         self.each_slot(run.clone(), |block, slot| {
             states.push(match slot {
                 Slot::Written(_) | Slot::Synced(_) => BlockState::There,
-                _ if claims.contains(&block) => BlockState::Claimed(self.number),
+                _ if claims.blocks.contains(&block) => BlockState::Claimed(self.number),
                 Slot::Claimed(holder) if holder != self.number => BlockState::Claimed(holder),
                 // It was released here.
                 Slot::Claimed(_) | Slot::Missing => BlockState::Missing,
@@ -393,11 +396,12 @@ impl CacheEntry {
 
     /// The blocks among these whose locks others hold.
     fn locked(&self, run: Range<u32>) -> Result<Vec<Range<u32>>> {
+        let map = self.map()?;
         let mut found = Vec::new();
         let mut rest = vec![run];
         while let Some(run) = rest.pop().filter(|run| !run.is_empty()) {
-            if let Some(range) = held(&self.map, u64::from(run.start)..u64::from(run.end))
-                .map_err(|e| self.failed("ask for locks", &e))?
+            if let Some(range) =
+                held(&map, u64::from(run.start)..u64::from(run.end)).map_err(|e| self.failed("ask for locks", &e))?
             {
                 let range = range.start as u32..range.end as u32;
                 rest.extend([run.start..range.start, range.end..run.end].into_iter().filter(|run| !run.is_empty()));
@@ -433,13 +437,14 @@ impl CacheEntry {
     }
 
     /// Claims these missing blocks, as far as nobody else has done so meanwhile.
-    fn take(&self, claims: &mut BTreeSet<u32>, run: Range<u32>, states: &mut [BlockState]) -> Result<()> {
+    fn take(&self, claims: &mut Claims, run: Range<u32>, states: &mut [BlockState]) -> Result<()> {
+        let map = self.map()?;
         let mut rest = vec![run.clone()];
         let mut attempts = 0;
         while let Some(part) = rest.pop() {
             attempts += 1;
             let bytes = u64::from(part.start)..u64::from(part.end);
-            if try_lock(&self.map, LockKind::Exclusive, bytes.clone()).map_err(|e| self.failed("lock blocks", &e))? {
+            if try_lock(&map, LockKind::Exclusive, bytes.clone()).map_err(|e| self.failed("lock blocks", &e))? {
                 // Some may have come since the slots were read.
                 let mut is_there = Vec::with_capacity(part.len());
                 self.each_slot(part.clone(), |_, slot| {
@@ -450,22 +455,22 @@ impl CacheEntry {
                 for (block, is_there) in part.clone().zip(is_there) {
                     let state = &mut states[(block - run.start) as usize];
                     if is_there {
-                        unlock(&self.map, u64::from(block)..u64::from(block) + 1);
+                        unlock(&map, u64::from(block)..u64::from(block) + 1);
                         *state = BlockState::There;
                     } else {
-                        claims.insert(block);
+                        claims.add(block, &map);
                         *state = BlockState::Claimed(self.number);
                         free.push(block);
                     }
                 }
                 for run in free.chunk_by(|one, next| one + 1 == *next) {
                     let slots = Slot::Claimed(self.number).encode(boot_tag()).repeat(run.len());
-                    if let Err(e) = self.map.write_all_at(&slots, self.slot_at(run[0])) {
-                        free.iter().for_each(|block| self.end_claim(claims, *block));
+                    if let Err(e) = map.write_all_at(&slots, self.slot_at(run[0])) {
+                        free.iter().for_each(|block| claims.end(*block));
                         return Err(Error::write("claim blocks", &e).at(&self.map_path));
                     }
                 }
-            } else if let Some(range) = held(&self.map, bytes).map_err(|e| self.failed("ask for locks", &e))? {
+            } else if let Some(range) = held(&map, bytes).map_err(|e| self.failed("ask for locks", &e))? {
                 let other = range.start as u32..range.end as u32;
                 for (block, now) in other.clone().zip(self.states_beside(claims, other.clone())?) {
                     // The holder has the lock and has not written its number.
@@ -486,7 +491,7 @@ impl CacheEntry {
     /// Ends the claim of a block, if it is this entry's: another one can claim it at once.
     pub(crate) fn release(&self, block: u32) {
         if self.process == std::process::id() {
-            self.end_claim(&mut lock(&self.claims), block);
+            lock(&self.claims).end(block);
         }
     }
 
@@ -494,17 +499,7 @@ impl CacheEntry {
     #[cfg(test)]
     pub(crate) fn release_all(&self) {
         if self.process == std::process::id() {
-            let mut claims = lock(&self.claims);
-            for block in std::mem::take(&mut *claims) {
-                unlock(&self.map, u64::from(block)..u64::from(block) + 1);
-            }
-        }
-    }
-
-    /// The slot stays: a claim without a lock does not count. To write the slot could undo the write of another process.
-    fn end_claim(&self, claims: &mut BTreeSet<u32>, block: u32) {
-        if claims.remove(&block) {
-            unlock(&self.map, u64::from(block)..u64::from(block) + 1);
+            *lock(&self.claims) = Claims::default();
         }
     }
 
@@ -516,7 +511,7 @@ impl CacheEntry {
     pub(crate) fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
         self.check(&(block..block + 1))?;
         let written = self.write_block(block, bytes);
-        self.end_claim(&mut lock(&self.claims), block);
+        lock(&self.claims).end(block);
         written
     }
 
@@ -543,8 +538,8 @@ impl CacheEntry {
         // The end of the last block would be written as a whole page, past the end of the file.
         let aligned = bytes.len() as u64 % PAGE == 0 && bytes.as_ptr().addr() as u64 % PAGE == 0;
         if aligned && !self.direct_failed.load(Ordering::Relaxed) {
-            if let Some(direct) = self.direct.get_or_init(|| self.open_direct(true)) {
-                match direct.write_all_at(bytes, at) {
+            if let Some(direct) = self.direct.get_or_init(|| self.kept_direct()) {
+                match direct.get()?.write_all_at(bytes, at) {
                     Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                         self.direct_failed.store(true, Ordering::Relaxed);
                     }
@@ -552,21 +547,28 @@ impl CacheEntry {
                 }
             }
         }
-        self.data.write_all_at(bytes, at)
+        self.data.get()?.write_all_at(bytes, at)
+    }
+
+    fn kept_direct(&self) -> Option<Arc<OnDemandFile>> {
+        let direct = self.open_direct(true)?;
+        let found = direct.metadata().ok()?;
+        Some(OnDemandFile::new(self.data_path.clone(), direct, &found, FileUse::WriteDirect))
     }
 
     /// The data file past the page cache, if its file system has that for whole pages.
     pub(super) fn open_direct(&self, write: bool) -> Option<File> {
-        let own = OwnedFd::from(self.data.try_clone().ok()?);
+        let data = self.data.get().ok()?;
+        let own = OwnedFd::from(data.try_clone().ok()?);
         let unit = facts_of(&own, &self.data_path).ok()?.lanes.unit?;
         let flags = libc::O_DIRECT | libc::O_NOFOLLOW;
         let direct = File::options().read(!write).write(write).custom_flags(flags).open(&self.data_path).ok()?;
-        let (one, other) = (direct.metadata().ok()?, self.data.metadata().ok()?);
+        let (one, other) = (direct.metadata().ok()?, data.metadata().ok()?);
         (unit <= PAGE && (one.dev(), one.ino()) == (other.dev(), other.ino())).then_some(direct)
     }
 
-    /// Waits until the bytes of all written blocks are on the disk, those of other processes too, and marks these blocks. Returns how
-    /// many it marked.
+    /// Waits until the bytes of all written blocks are on the disk, those of other processes too, and marks these blocks. The marks
+    /// are on the disk when it returns how many there were.
     ///
     /// # Errors
     /// The file system lost bytes: all blocks that were not synced are missing from now on.
@@ -585,7 +587,8 @@ impl CacheEntry {
         if written.is_empty() {
             return Ok(0);
         }
-        let synced = self.data.sync_data();
+        let synced = self.file()?.sync_data();
+        let map = self.map_to_write()?;
         let mut count = 0;
         for run in written.chunk_by(|one, next| one.0 + 1 == next.0) {
             let mut now = Vec::with_capacity(run.len());
@@ -605,11 +608,13 @@ impl CacheEntry {
                     })
                     .collect();
                 let failed = |e: io::Error| Error::write("mark blocks", &e).at(&self.map_path);
-                self.map.write_all_at(&slots, self.slot_at(run[0].0)).map_err(failed)?;
+                map.write_all_at(&slots, self.slot_at(run[0].0)).map_err(failed)?;
                 count += run.len() as u64;
             }
         }
         synced.map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.data_path))?;
+        // Otherwise a loss of power takes the marks back, and all of it is received again.
+        map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))?;
         Ok(count)
     }
 
@@ -617,7 +622,7 @@ impl CacheEntry {
     pub(crate) fn read(&self, range: Range<u64>, into: &mut [u8]) -> Result<()> {
         debug_assert_eq!(range.end - range.start, into.len() as u64);
         let failed = |e: Error| e.at(&self.data_path).range(range.clone());
-        match read_up_to(&self.data, into, range.start) {
+        match read_up_to(&*self.file()?, into, range.start) {
             Ok(got) if got == into.len() => Ok(()),
             Ok(got) => Err(failed(
                 Error::new(ErrorKind::Truncated, "the data file ends before these bytes")
@@ -681,7 +686,8 @@ impl CacheEntry {
         }
         self.set(block, Slot::Missing)?;
         // Otherwise a loss of power while it is written anew could bring its old state back.
-        self.map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))
+        let map = self.map_to_write()?;
+        map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))
     }
 
     /// Makes all blocks missing.
@@ -691,7 +697,8 @@ impl CacheEntry {
             return Err(refused("it is read-only").at(&self.map_path));
         }
         let slots = Slot::Missing.encode(boot_tag()).repeat(self.blocks() as usize);
-        let written = self.map.write_all_at(&slots, self.first_slot).and_then(|()| self.map.sync_data());
+        let map = self.map_to_write()?;
+        let written = map.write_all_at(&slots, self.first_slot).and_then(|()| map.sync_data());
         written.map_err(|e| Error::write("write the states of the blocks", &e).at(&self.map_path))
     }
 
@@ -727,18 +734,19 @@ impl CacheEntry {
 
     fn set(&self, block: u32, slot: Slot) -> Result<()> {
         let failed = |e: io::Error| Error::write("write the state of a block", &e).at(&self.map_path);
-        self.map.write_all_at(&slot.encode(boot_tag()), self.slot_at(block)).map_err(failed)
+        self.map_to_write()?.write_all_at(&slot.encode(boot_tag()), self.slot_at(block)).map_err(failed)
     }
 
     /// Gives the slots of a run to `each`, until it returns false.
     fn each_slot(&self, run: Range<u32>, mut each: impl FnMut(u32, Slot) -> bool) -> Result<()> {
+        let map = self.map()?;
         let mut bytes = vec![0; run.len().min(MANY as usize) * SLOT as usize];
         let mut at = run.start;
         while at < run.end {
             let count = (run.end - at).min(MANY);
             let part = &mut bytes[..count as usize * SLOT as usize];
             // A map that was cut has no blocks behind its end.
-            let got = read_up_to(&self.map, part, self.slot_at(at)).map_err(|e| self.failed("read the map", &e))?;
+            let got = read_up_to(&map, part, self.slot_at(at)).map_err(|e| self.failed("read the map", &e))?;
             part[got / SLOT as usize * SLOT as usize..].fill(0);
             for (block, slot) in (at..).zip(slots(part, boot_tag())) {
                 if !each(block, slot) {
@@ -748,16 +756,6 @@ impl CacheEntry {
             at += count;
         }
         Ok(())
-    }
-}
-
-impl Drop for CacheEntry {
-    fn drop(&mut self) {
-        // A forked child may have the open file for long.
-        if self.process == std::process::id() {
-            unlock_all(&self.map);
-            maps().retain(|map| *map != self.map.as_raw_fd());
-        }
     }
 }
 

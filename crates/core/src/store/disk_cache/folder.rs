@@ -2,10 +2,11 @@
 
 use super::access::Access;
 use super::directory::{refused, set_mode, Directory, PART};
-use super::entry::{close_to_others, data_name, is_open, map_name, CacheEntry, OpenedEntry};
+use super::entry::{data_name, map_name, CacheEntry, OpenedEntry};
 use super::key::{lock_byte, object_id, CacheKey};
 use super::lock::{held, retried, ByteLock, PATIENCE};
 use super::map::{MapHeader, FORMAT};
+use super::open_locks::{open_byte, OpenLocks, EVICTING};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::facts::{facts_of, FsKind};
 use serde_json::{json, Value};
@@ -21,8 +22,6 @@ use std::time::SystemTime;
 pub(super) const MARKER: &str = "penstock-disk-cache";
 /// Its first line, before the number of the format.
 const MARKED: &str = "penstock disk cache, format ";
-/// The byte of the marker whose holder evicts. The bytes of entries are smaller.
-pub(super) const EVICTING: u64 = 1 << 62;
 /// The folder of entries.
 pub(super) const OBJECTS: &str = "objects";
 /// The folder of versions.
@@ -58,6 +57,8 @@ pub struct CacheFolder {
     pub(super) settings: DiskCacheSettings,
     writable: bool,
     private: bool,
+    /// The locks of the open entries of the process that opened the folder; `None`: there is no marker, and so no entry.
+    locks: Option<Arc<OpenLocks>>,
 }
 
 impl CacheFolder {
@@ -82,19 +83,20 @@ impl CacheFolder {
             None if root.is_writable() => Some(mark(&root)?),
             None => None,
         };
-        let mut writable = false;
+        let (mut writable, mut locks) = (false, None);
         if let Some((marker, may_write)) = marker {
             check_file_system(&marker, &path.join(MARKER), true)?;
             let none = |e: io::Error| Error::io("use locks of open files (F_OFD_GETLK)", &e).at(path.join(MARKER));
             held(&marker, EVICTING..EVICTING + 1).map_err(none)?;
             writable = may_write && root.is_writable();
+            locks = Some(OpenLocks::new(marker));
         }
         for name in [OBJECTS, NAMES, LISTS] {
             let folder = root.folder(name, writable)?;
             writable &= folder.is_some_and(|folder| folder.is_writable());
         }
         let private = access.is_private(&found);
-        Ok(Arc::new(CacheFolder { root, settings: settings.clone(), writable, private }))
+        Ok(Arc::new(CacheFolder { root, settings: settings.clone(), writable, private, locks }))
     }
 
     /// The absolute path.
@@ -160,7 +162,7 @@ impl CacheFolder {
     pub(crate) fn find(&self, key: &CacheKey, version: &str, size: u64) -> Result<Option<Arc<CacheEntry>>> {
         let id = object_id(&key.hash, version, size);
         let Some(folder) = self.below(OBJECTS, &id, false)? else { return Ok(None) };
-        match CacheEntry::open(&folder, &id, self.writable)? {
+        match self.opened(&folder, &id, self.writable)? {
             OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => {
                 entry.touch();
                 Ok(Some(Arc::from(entry)))
@@ -186,25 +188,61 @@ impl CacheFolder {
             let stopped = format!("another process has been making it for {} s", PATIENCE.as_secs());
             Error::new(ErrorKind::Timeout, stopped).at(path())
         })?;
-        let why = match CacheEntry::open(&folder, &id, true)? {
+        let why = match self.opened(&folder, &id, true)? {
             OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
             OpenedEntry::Entry(_) => "it is of another object".to_owned(),
             OpenedEntry::Leftover(why) => why,
             OpenedEntry::Nothing => "it has no map".to_owned(),
         };
-        if !remove(&folder, &id)? {
+        if !self.remove(&folder, &id)? {
             return Err(refused(&format!("{why}, and another process has it open")).at(path()));
         }
         let (address, version) = (key.shown.clone(), version.to_owned());
         CacheEntry::make(&folder, &id, &MapHeader { key: key.hash, size, address, version, made: SystemTime::now() })?;
         // Eviction takes the lock of making too: it cannot have removed the entry.
-        match CacheEntry::open(&folder, &id, true)? {
+        match self.opened(&folder, &id, true)? {
             OpenedEntry::Entry(entry) => Ok(Arc::from(entry)),
             other => {
                 Err(Error::new(ErrorKind::Internal, format!("a new entry of the disk cache is gone: {other:?}"))
                     .at(path()))
             }
         }
+    }
+
+    /// The entry of this name, opened.
+    pub(super) fn opened(&self, folder: &Directory, id: &str, write: bool) -> Result<OpenedEntry> {
+        let Some(locks) = &self.locks else { return Ok(OpenedEntry::Nothing) };
+        if locks.is_own() {
+            return CacheEntry::open(locks, folder, id, write);
+        }
+        // A forked child: the locks of this file are the parent's
+        let Some((marker, ..)) = self.root.open(MARKER, write)? else { return Ok(OpenedEntry::Nothing) };
+        CacheEntry::open(&OpenLocks::new(marker), folder, id, write)
+    }
+
+    /// True if an entry is open anywhere.
+    pub(super) fn is_open(&self, id: &str) -> Result<bool> {
+        let Some((marker, ..)) = self.root.open(MARKER, false)? else { return Ok(false) };
+        let byte = open_byte(id);
+        let held = held(&marker, byte..byte + 1)
+            .map_err(|e| Error::io("ask for locks", &e).at(self.root.path().join(MARKER)))?;
+        Ok(held.is_some())
+    }
+
+    /// Removes the files of an entry, and their leftovers; false: somebody has it open. The caller holds its lock of making.
+    pub(super) fn remove(&self, folder: &Directory, id: &str) -> Result<bool> {
+        let Some(_closed) = self.hold_byte(open_byte(id), false)? else { return Ok(false) };
+        let (data, map) = (data_name(id), map_name(id));
+        let failed = |e: io::Error| Error::write("remove", &e).at(folder.path().join(&map));
+        if folder.remove(&map).map_err(failed)? {
+            // btrfs and f2fs may keep a new data file through a loss of power and not the removal of the old map before it.
+            // That map would call blocks synced that the new file does not have.
+            folder.sync().map_err(failed)?;
+        }
+        for name in [&data, &format!("{map}{PART}")] {
+            folder.remove(name).map_err(failed)?;
+        }
+        Ok(true)
     }
 
     /// The folder of files with this name, below one of the cache's folders.
@@ -249,29 +287,6 @@ impl CacheFolder {
 fn is_of(entry: &CacheEntry, key: &CacheKey, version: &str, size: u64) -> bool {
     let header = entry.header();
     header.key == key.hash && header.version == version && header.size == size
-}
-
-/// Removes the files of an entry, and their leftovers; false: somebody has it open. The caller holds its lock of making.
-pub(super) fn remove(folder: &Directory, id: &str) -> Result<bool> {
-    let (data, map) = (data_name(id), map_name(id));
-    let failed = |e: io::Error| Error::write("remove", &e).at(folder.path().join(&map));
-    let _closed = match folder.open(&map, true) {
-        Ok(Some((map, _, writable))) => {
-            let is_closed = if writable { close_to_others(&map) } else { is_open(&map).map(|open| !open) };
-            if !is_closed.map_err(failed)? {
-                return Ok(false);
-            }
-            Some(map)
-        }
-        Ok(None) => None,
-        // Nobody has it open who heeds the rules.
-        Err(e) if e.kind() == ErrorKind::Permission => None,
-        Err(e) => return Err(e),
-    };
-    for name in [&map, &data, &format!("{map}{PART}")] {
-        folder.remove(name).map_err(failed)?;
-    }
-    Ok(true)
 }
 
 /// The version and the size in the file of `names` with this name.

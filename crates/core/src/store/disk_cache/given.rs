@@ -8,6 +8,7 @@ use crate::error::Result;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 /// True if a folder is a disk cache: it has the marker.
 pub fn is_disk_cache(folder: &Path) -> bool {
@@ -16,7 +17,10 @@ pub fn is_disk_cache(folder: &Path) -> bool {
 
 /// An object in the cache, to be read. Nobody removes it meanwhile.
 #[derive(Debug)]
-pub struct GivenObject(Box<CacheEntry>);
+pub struct GivenObject {
+    entry: Box<CacheEntry>,
+    file: Arc<File>,
+}
 
 impl CacheFolder {
     /// The object whose entry has this name, if it is there.
@@ -26,10 +30,10 @@ impl CacheFolder {
     pub fn given(&self, id: &str) -> Result<Option<GivenObject>> {
         let folder: Option<Directory> = if is_object_id(id) { self.below(OBJECTS, id, false)? } else { None };
         let Some(folder) = folder else { return Ok(None) };
-        match CacheEntry::open(&folder, id, self.is_writable())? {
+        match self.opened(&folder, id, self.is_writable())? {
             OpenedEntry::Entry(entry) => {
                 entry.touch();
-                Ok(Some(GivenObject(entry)))
+                Ok(Some(GivenObject { file: entry.file()?, entry }))
             }
             _ => Ok(None),
         }
@@ -39,17 +43,17 @@ impl CacheFolder {
 impl GivenObject {
     /// Bytes of the object.
     pub fn size(&self) -> u64 {
-        self.0.size()
+        self.entry.size()
     }
 
     /// The file with its bytes.
     pub fn file(&self) -> &File {
-        self.0.file()
+        &self.file
     }
 
     /// The end of the bytes that are there from the start of `range` on, at most its end.
     pub fn there(&self, range: &Range<u64>) -> u64 {
-        let there = self.0.there().unwrap_or_default();
+        let there = self.entry.there().unwrap_or_default();
         let next = there.partition_point(|known| known.end <= range.start);
         match there.get(next) {
             Some(known) if known.start <= range.start => known.end.min(range.end),
@@ -60,12 +64,13 @@ impl GivenObject {
     /// A bit for each block, from the lowest one of the first byte on: the block is there. Then the CRC32C of each block,
     /// little-endian.
     pub fn board(&self) -> Vec<u8> {
-        let sums = self.0.checksums().unwrap_or_default();
-        let mut bits = vec![0; self.0.blocks().div_ceil(8) as usize];
+        let sums = self.entry.checksums().unwrap_or_default();
+        let mut bits = vec![0; self.entry.blocks().div_ceil(8) as usize];
         for (block, _) in sums.iter().enumerate().filter(|(_, sum)| sum.is_some()) {
             bits[block / 8] |= 1 << (block % 8);
         }
-        let sums = (0..self.0.blocks() as usize).map(|block| sums.get(block).copied().flatten().unwrap_or_default());
+        let sums =
+            (0..self.entry.blocks() as usize).map(|block| sums.get(block).copied().flatten().unwrap_or_default());
         bits.extend(sums.flat_map(u32::to_le_bytes));
         bits
     }

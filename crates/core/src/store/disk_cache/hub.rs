@@ -185,7 +185,7 @@ impl HubPlace {
     fn bring(&self, entry: &CacheEntry, is_private: bool, go_on: GoOn<'_>) -> Result<()> {
         // A loss of power must not leave a name without bytes.
         entry.sync()?;
-        let (own, new) = (stat(entry.file(), entry.data_path())?, self.new_name());
+        let (own, new) = (stat(&*entry.file()?, entry.data_path())?, self.new_name());
         let linked = || fs::hard_link(entry.data_path(), &new);
         let failed = |e: io::Error| Error::write("make a hard link", &e).at(&new);
         let tried = linked();
@@ -214,7 +214,7 @@ impl HubPlace {
         remove(&probe);
         let found = found.map_err(|e| Error::write("make a file", &e).at(&probe))?;
         let mode = fs::Permissions::from_mode(found.mode() & 0o777 & !SHARED);
-        entry.file().set_permissions(mode).map_err(|e| Error::write("set the mode", &e).at(entry.data_path()))
+        entry.file()?.set_permissions(mode).map_err(|e| Error::write("set the mode", &e).at(entry.data_path()))
     }
 
     /// The same by a copy, where names cannot be shared.

@@ -2,7 +2,7 @@
 //! without a server.
 //!
 //! ```text
-//! FOLDER/penstock-disk-cache      the marker: the version of this format; its bytes carry the locks of making and removing
+//! FOLDER/penstock-disk-cache      the marker: the version of this format; its bytes carry the locks of making, removing and opening
 //! FOLDER/objects/xx/ID.data       a sparse file of the object's size, with the blocks that came at their offsets
 //! FOLDER/objects/xx/ID.map        the object's header, and the state and CRC32C of each block; its bytes carry the claims
 //! FOLDER/names/xx/KEY             the version that a location had last
@@ -27,6 +27,8 @@ mod lock;
 mod look;
 mod map;
 mod offline;
+mod on_demand;
+mod open_locks;
 mod progress;
 mod publish;
 mod room;
@@ -34,13 +36,13 @@ mod source;
 mod store;
 
 pub(crate) use crew::stop_cache_work;
-pub use entry::leave_to_parent;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
 pub use given::{is_disk_cache, GivenObject};
 pub use hub::{HubFile, HubLayout};
 pub(crate) use key::CacheKey;
 pub(crate) use map::BLOCK;
+pub use open_locks::leave_to_parent;
 pub use progress::{CacheProgress, CacheStatus};
 pub use room::{CacheRoom, EntryInfo, Prune, Pruned};
 pub(crate) use store::CachedStore;

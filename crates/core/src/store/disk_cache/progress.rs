@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::sync::{lock, Condvar, Mutex};
+use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -47,6 +48,8 @@ pub struct CacheProgress {
     changed: Condvar,
     /// By number of file: the cache has it whole.
     copies: Mutex<Vec<bool>>,
+    /// By number of file: why the cache takes nothing of it.
+    refusals: Mutex<BTreeMap<u32, String>>,
     /// The work for small files of the same store, which is waited for too.
     small: Option<Arc<CacheProgress>>,
 }
@@ -61,6 +64,7 @@ impl CacheProgress {
             state: Mutex::new(state),
             changed: Condvar::new(),
             copies: Mutex::default(),
+            refusals: Mutex::default(),
             small,
         })
     }
@@ -86,6 +90,16 @@ impl CacheProgress {
 
     pub(super) fn has_copies(&self, copies: Vec<bool>) {
         *lock(&self.copies) = copies;
+    }
+
+    pub(super) fn takes_nothing(&self, file: u32, why: String) {
+        lock(&self.refusals).insert(file, why);
+    }
+
+    /// The reason for which the cache takes nothing of a file, as far as that is known before the load; `None`: it takes it, or
+    /// has it.
+    pub(crate) fn refusal(&self, file: u32) -> Option<String> {
+        lock(&self.refusals).get(&file).cloned()
     }
 
     /// Counts so many bytes of a file that were loaded, if the cache has it whole.

@@ -1,10 +1,11 @@
 //! Room on the disk: eviction of the entries that were used least recently, the list of entries, and leftovers.
 
 use super::directory::{Directory, PART};
-use super::entry::{data_name, header_of, is_open, map_name, CacheEntry, OpenedEntry};
-use super::folder::{remove, version_in, CacheFolder, EVICTING, LISTS, NAMES, OBJECTS};
+use super::entry::{data_name, header_of, map_name, OpenedEntry};
+use super::folder::{version_in, CacheFolder, LISTS, NAMES, OBJECTS};
 use super::key::{is_object_id, lock_byte, object_id};
 use super::map::{blocks, boot_tag, slots, MapHeader, BLOCK, SLOT};
+use super::open_locks::EVICTING;
 use crate::error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::fs::{File, Metadata};
@@ -149,7 +150,7 @@ impl CacheFolder {
         let mut found = Vec::new();
         self.each_folder(OBJECTS, |folder| {
             for id in ids(&folder.names()?) {
-                found.extend(described(folder, &id)?);
+                found.extend(self.described(folder, &id)?);
             }
             Ok(())
         })?;
@@ -202,7 +203,7 @@ impl CacheFolder {
         let Some(folder) = is_object_id(id).then(|| self.below(OBJECTS, id, false)).transpose()?.flatten() else {
             return Ok(None);
         };
-        match CacheEntry::open(&folder, id, self.is_writable())? {
+        match self.opened(&folder, id, self.is_writable())? {
             OpenedEntry::Entry(entry) => entry.verify_run(blocks, forget).map(Some),
             _ => Ok(None),
         }
@@ -212,7 +213,7 @@ impl CacheFolder {
     fn evict(&self, id: &str) -> Result<bool> {
         let Some(_removing) = self.hold_byte(lock_byte(id), false)? else { return Ok(false) };
         match self.below(OBJECTS, id, false)? {
-            Some(folder) => remove(&folder, id),
+            Some(folder) => self.remove(&folder, id),
             None => Ok(false),
         }
     }
@@ -246,7 +247,7 @@ impl CacheFolder {
                 }
                 let Some(_removing) = self.hold_byte(lock_byte(id), false)? else { continue };
                 if !is_whole()? {
-                    remove(folder, id)?;
+                    self.remove(folder, id)?;
                 }
                 folder.remove(&part).map_err(|e| Error::write("remove", &e).at(folder.path().join(&part)))?;
             }
@@ -291,6 +292,36 @@ impl CacheFolder {
             Some(folder) => Ok(taken(folder.open(&map_name(&id), false))?.is_some()),
             None => Ok(false),
         }
+    }
+
+    /// The entry of this name, with the bytes that are there; `None`: its files are not whole.
+    fn described(&self, folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
+        let Some(WholeEntry { map, map_found, data_found, header, first_slot }) = whole(folder, id)? else {
+            return Ok(None);
+        };
+        let failed = |e: io::Error| Error::io("read the map", &e).at(folder.path().join(map_name(id)));
+        let count = u64::from(blocks(header.size));
+        let (mut bytes, mut there, mut at) = (vec![0; 64 << 10], 0, 0);
+        while at < count {
+            let part = (bytes.len() as u64 / SLOT).min(count - at);
+            let read = &mut bytes[..(part * SLOT) as usize];
+            map.read_exact_at(read, first_slot + at * SLOT).map_err(failed)?;
+            let is_there = (at..).zip(slots(read, boot_tag())).filter(|(_, slot)| slot.crc().is_some());
+            there += is_there.map(|(block, _)| BLOCK.min(header.size - block * BLOCK)).sum::<u64>();
+            at += part;
+        }
+        Ok(Some(EntryInfo {
+            id: id.to_owned(),
+            address: header.address,
+            version: header.version,
+            size: header.size,
+            there,
+            disk: freed(&data_found),
+            linked: data_found.nlink() > 1,
+            used: map_found.modified().unwrap_or(SystemTime::UNIX_EPOCH),
+            open: self.is_open(id)?,
+            path: folder.path().join(data_name(id)),
+        }))
     }
 
     fn each_folder(&self, name: &str, mut each: impl FnMut(&Directory) -> Result<()>) -> Result<()> {
@@ -359,34 +390,4 @@ fn whole(folder: &Directory, id: &str) -> Result<Option<WholeEntry>> {
         && data_found.len() == header.size
         && object_id(&header.key, &header.version, header.size) == id;
     Ok(is_whole.then_some(WholeEntry { map, map_found, data_found, header, first_slot }))
-}
-
-/// The entry of this name, with the bytes that are there; `None`: its files are not whole.
-fn described(folder: &Directory, id: &str) -> Result<Option<EntryInfo>> {
-    let Some(WholeEntry { map, map_found, data_found, header, first_slot }) = whole(folder, id)? else {
-        return Ok(None);
-    };
-    let failed = |e: io::Error| Error::io("read the map", &e).at(folder.path().join(map_name(id)));
-    let count = u64::from(blocks(header.size));
-    let (mut bytes, mut there, mut at) = (vec![0; 64 << 10], 0, 0);
-    while at < count {
-        let part = (bytes.len() as u64 / SLOT).min(count - at);
-        let read = &mut bytes[..(part * SLOT) as usize];
-        map.read_exact_at(read, first_slot + at * SLOT).map_err(failed)?;
-        let is_there = (at..).zip(slots(read, boot_tag())).filter(|(_, slot)| slot.crc().is_some());
-        there += is_there.map(|(block, _)| BLOCK.min(header.size - block * BLOCK)).sum::<u64>();
-        at += part;
-    }
-    Ok(Some(EntryInfo {
-        id: id.to_owned(),
-        address: header.address,
-        version: header.version,
-        size: header.size,
-        there,
-        disk: freed(&data_found),
-        linked: data_found.nlink() > 1,
-        used: map_found.modified().unwrap_or(SystemTime::UNIX_EPOCH),
-        open: is_open(&map).map_err(failed)?,
-        path: folder.path().join(data_name(id)),
-    }))
 }

@@ -280,14 +280,15 @@ impl Store for CachedStore {
         let mut files: CachedFiles = Vec::new();
         let mut copies: Vec<(PathBuf, Identity)> = Vec::new();
         let place = |at: &Location| self.hub.as_ref().and_then(|hub| hub.place(&at.to_string()));
-        for object in &objects {
+        for (number, object) in (0..).zip(&objects) {
             let file = match object {
-                Some(object) => self
-                    .cached(object, place(&object.location))?
-                    .map_err(|why| progress.has_stopped(&format!("{}: {why}", object.location)))
-                    .ok(),
-                None => None,
+                Some(object) => self.cached(object, place(&object.location))?.map_err(|why| {
+                    progress.has_stopped(&format!("{}: {why}", object.location));
+                    progress.takes_nothing(number, why);
+                }),
+                None => Err(()),
             };
+            let file = file.ok();
             let is_whole = match &file {
                 Some(file) => !self.settings.verify && file.entry.is_complete().unwrap_or_default(),
                 None => false,
@@ -302,6 +303,9 @@ impl Store for CachedStore {
         }
         for (file, (copy, _)) in files.iter().zip(&copies) {
             file.iter().filter(|_| !copy.as_os_str().is_empty()).for_each(|file| file.offer(&progress));
+        }
+        if self.waits {
+            say_what_has_no_room(&files, &progress);
         }
         let whole: Vec<bool> = copies.iter().map(|(path, _)| !path.as_os_str().is_empty()).collect();
         progress.has_copies(whole.clone());
@@ -342,6 +346,27 @@ impl Store for CachedStore {
 
     fn look(&self, at: &Location, times: usize) -> Result<Look> {
         self.inner.look(at, times)
+    }
+}
+
+/// Says of objects that lack something why the cache cannot take it: it is read-only, or smaller than all of them.
+fn say_what_has_no_room(files: &CachedFiles, progress: &CacheProgress) {
+    let wanted: u64 = files.iter().flatten().map(|file| file.entry.size()).sum();
+    for (number, file) in (0..).zip(files).filter_map(|(number, file)| Some((number, file.as_ref()?))) {
+        if file.entry.is_complete().unwrap_or_default() {
+            continue;
+        }
+        if !file.is_writable() || !file.entry.is_writable() {
+            progress.takes_nothing(number, "the folder can only be read".to_owned());
+            continue;
+        }
+        let Ok(room) = file.folder.room() else { continue };
+        let most = room.most.unwrap_or(u64::MAX).min(room.total.saturating_sub(room.keep));
+        if wanted > most {
+            let why =
+                format!("disk_cache_size and disk_cache_free leave it {most} bytes, and all objects have {wanted}");
+            progress.takes_nothing(number, why);
+        }
     }
 }
 

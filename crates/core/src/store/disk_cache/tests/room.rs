@@ -130,3 +130,45 @@ fn blocks_are_compared_by_the_name_of_their_entry_and_a_dry_prune_removes_nothin
     let room = cache.room().unwrap();
     assert!(room.keep == 0 && room.free <= room.total && room.most.is_none());
 }
+
+/// Files of this folder that this process has open.
+fn open_files(folder: &Path) -> usize {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap();
+    let target = |one: std::io::Result<std::fs::DirEntry>| std::fs::read_link(one.ok()?.path()).ok();
+    links.filter_map(target).filter(|path| path.starts_with(folder)).count()
+}
+
+#[test]
+fn hundreds_of_open_entries_have_few_descriptors_and_none_of_them_is_removed() {
+    // In memory: eviction waits for the disk.
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let cache = CacheFolder::open(&settings(&folder.path().join("cache"))).unwrap();
+    let objects = cache.path().join("objects");
+    let size = |number: u32| if number == 0 { BLOCK + 9 } else { 9 };
+    let made = |number: u32| cache.find_or_make(&key(&format!("model {number}")), "v", size(number)).unwrap();
+    let entries: Vec<_> = (0..400).map(made).collect();
+    assert_eq!(entries[0].claim(1).unwrap(), BlockState::Claimed(entries[0].number()));
+    for entry in &entries {
+        entry.write(0, &block(entry, 0)).unwrap();
+    }
+    // At most 512 for the process; each has a map and data.
+    assert!(open_files(&objects) <= 512, "{}", open_files(&objects));
+    let again = CacheFolder::open(&settings(cache.path())).unwrap();
+    let other = again.find(&key("model 0"), "v", BLOCK + 9).unwrap().unwrap();
+    assert_eq!(other.state(1).unwrap(), BlockState::Claimed(entries[0].number()), "its map was not closed");
+    drop(other);
+    let pruned = again.prune(&Prune::All, false).unwrap();
+    assert_eq!((pruned.gone.len(), pruned.open.len()), (0, 400));
+    assert_eq!(entries.iter().map(|entry| check(entry)).sum::<u32>(), 400);
+    // A file that was closed and is another one now is not taken.
+    let replaced = entries.iter().find(|entry| {
+        let path = entry.data_path();
+        std::fs::copy(path, path.with_extension("copy")).unwrap();
+        std::fs::rename(path.with_extension("copy"), path).unwrap();
+        entry.read(0..9, &mut [0; 9]).is_err()
+    });
+    let refused = replaced.expect("some are closed").read(0..9, &mut [0; 9]).unwrap_err();
+    assert_eq!(refused.errno(), Some(libc::ESTALE), "{refused}");
+    drop(entries);
+    assert_eq!(again.prune(&Prune::All, false).unwrap().gone.len(), 400);
+}

@@ -1,0 +1,122 @@
+//! The locks that say which entries are open, so that nobody removes them: one byte of the marker for each, and one descriptor
+//! for all of a process.
+
+use super::key::lock_byte;
+use super::lock::{try_lock, unlock, unlock_all, LockKind};
+use crate::sync::{lock, Mutex};
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, PoisonError};
+
+/// The byte of the marker whose holder evicts. The bytes of making are smaller, the bytes of open entries are larger.
+pub(super) const EVICTING: u64 = 1 << 62;
+
+/// The byte of an entry that is open. Two entries with the same byte are open together.
+pub(super) fn open_byte(id: &str) -> u64 {
+    EVICTING + 1 + lock_byte(id) / 2
+}
+
+/// The descriptors of this process that have locks, for its forked children. Not loom's lock: no model has a cache.
+static LOCKED: std::sync::Mutex<Vec<RawFd>> = std::sync::Mutex::new(Vec::new());
+
+fn locked() -> std::sync::MutexGuard<'static, Vec<RawFd>> {
+    LOCKED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An open file with locks.
+#[derive(Debug)]
+pub(super) struct LockedFile {
+    file: Arc<File>,
+    process: u32,
+}
+
+impl LockedFile {
+    pub(super) fn new(file: Arc<File>) -> LockedFile {
+        locked().push(file.as_raw_fd());
+        LockedFile { file, process: std::process::id() }
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+}
+
+impl Drop for LockedFile {
+    fn drop(&mut self) {
+        // A forked child may have the open file for long. In the child, the locks are the parent's.
+        if self.process == std::process::id() {
+            unlock_all(&self.file);
+            let mut all = locked();
+            if let Some(at) = all.iter().position(|fd| *fd == self.file.as_raw_fd()) {
+                all.swap_remove(at);
+            }
+        }
+    }
+}
+
+/// In a forked child: closes the files with locks of the parent, so that the locks end with the parent. Nothing else uses them
+/// here. A child of a thread that forks while another one opens or drops an entry keeps them.
+pub fn leave_to_parent() {
+    let (Ok(mut all), Ok(nothing)) = (LOCKED.try_lock(), File::open("/dev/null")) else { return };
+    for fd in all.drain(..) {
+        // The number stays taken: the child's copy of the file closes it.
+        // SAFETY: both are descriptors of this process; what uses the file checks the process before.
+        unsafe { libc::dup3(nothing.as_raw_fd(), fd, libc::O_CLOEXEC) };
+    }
+}
+
+/// The open entries of a folder in this process.
+#[derive(Debug)]
+pub(super) struct OpenLocks {
+    marker: LockedFile,
+    /// How many have each byte.
+    held: Mutex<HashMap<u64, usize>>,
+}
+
+impl OpenLocks {
+    pub(super) fn new(marker: File) -> Arc<OpenLocks> {
+        Arc::new(OpenLocks { marker: LockedFile::new(Arc::new(marker)), held: Mutex::default() })
+    }
+
+    /// True if this process may use it. A forked child needs its own.
+    pub(super) fn is_own(&self) -> bool {
+        self.marker.process == std::process::id()
+    }
+
+    /// Keeps an entry from being removed; `None`: somebody removes it now.
+    pub(super) fn hold(self: &Arc<Self>, id: &str) -> io::Result<Option<OpenLock>> {
+        let byte = open_byte(id);
+        let mut held = lock(&self.held);
+        if !held.contains_key(&byte) && !try_lock(self.marker.file(), LockKind::Shared, byte..byte + 1)? {
+            return Ok(None);
+        }
+        *held.entry(byte).or_default() += 1;
+        Ok(Some(OpenLock { of: self.clone(), byte }))
+    }
+}
+
+/// An entry that is open.
+#[derive(Debug)]
+pub(super) struct OpenLock {
+    of: Arc<OpenLocks>,
+    byte: u64,
+}
+
+impl Drop for OpenLock {
+    fn drop(&mut self) {
+        let OpenLock { of, byte } = self;
+        if !of.is_own() {
+            return;
+        }
+        let mut held = lock(&of.held);
+        let left = held.get(byte).copied().unwrap_or_default().saturating_sub(1);
+        if left > 0 {
+            held.insert(*byte, left);
+        } else {
+            held.remove(byte);
+            unlock(of.marker.file(), *byte..*byte + 1);
+        }
+    }
+}
