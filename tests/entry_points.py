@@ -152,6 +152,13 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     def pulling() -> _core.Pull:
         return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8, 1))], options)
 
+    repository = (str(folder / "hub"), "org/name", "0" * 40)
+    of_hub: dict[str, Any] = {"revision": "main", "asked": 1.0, "symlinks": True}
+    of_hub["files"] = [("http://hub/a", "a", "0" * 64)]
+
+    def layout() -> _core.HubLayout:
+        return _core.HubLayout(*repository, **of_hub)
+
     # Made here: where no thread can be started there is no server
     kept_one = disk_cache(file, folder)
 
@@ -165,7 +172,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "certificates": Call(None, {"tls_verify": False}),
         "ceiling": Call(None, "copy", [path], **measured),
         "asks_for_versions": Call(None, {"disk_cache": str(folder / "cache")}),
-        "contents": Call(None, [path], 1 << 20, 5.0, {"connections": 3}, ("http://127.0.0.1", "token")),
+        "contents": Call(None, [path], 1 << 20, 5.0, {"connections": 3}, ("http://127.0.0.1", "token"), layout()),
         "evict": Call(None, path),
         "exiting": Call(None),
         "gpus": Call(None),
@@ -247,16 +254,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "CacheFill.wait": Call(filling, 1.0),
         "DiskCache.wait": Call(lambda: kept_one, 1.0),
         "DiskCache.__add__": Call(lambda: kept_one, kept_one),
-        "HubLayout.__new__": Call(
-            None,
-            str(folder / "hub"),
-            "org/name",
-            "0" * 40,
-            revision="main",
-            asked=1.0,
-            symlinks=True,
-            files=[("http://hub/a", "a", "0" * 64)],
-        ),
+        "HubLayout.__new__": Call(None, *repository, **of_hub),
         "CacheFolder.__new__": Call(None, {"disk_cache": str(folder / "cache")}),
         "CacheFolder.prune": Call(cache, to_size=1 << 30, dry_run=True),
         "CacheFolder.verify": Call(cache, "0" * 32, 0, 16, True),
@@ -304,6 +302,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Reader": reader,
         "CacheFill": filling,
         "CacheFolder": cache,
+        "HubLayout": layout,
         "DiskCache": lambda: kept_one,
         "Pull": pulling,
         "Lookout": lookout,
