@@ -155,7 +155,14 @@ impl Save {
             next: AtomicUsize::new(0),
         });
         let threads = work.start(crew)?;
-        Ok(Save { work, folder, names, threads: Mutex::new(threads), stall: options.stall_timeout, pid: std::process::id() })
+        Ok(Save {
+            work,
+            folder,
+            names,
+            threads: Mutex::new(threads),
+            stall: options.stall_timeout,
+            pid: std::process::id(),
+        })
     }
 
     /// Waits for the end of the save, at most `timeout`. `false` if that passed first or a late tensor is

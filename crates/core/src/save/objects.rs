@@ -26,6 +26,8 @@ use std::time::{Duration, Instant};
 
 /// How long a failed save takes at most to have the server forget its parts.
 const CLEARING: Duration = Duration::from_secs(10);
+/// How long a save that was given up waits for an answer which tells what there is to be cleared.
+const LINGERING: Duration = Duration::from_secs(5);
 /// The name of a single file that hides an index, for readers such as transformers. Of other names the index hides the file.
 const HIDES: &str = "model.safetensors";
 
@@ -53,6 +55,8 @@ struct ObjectUnderWay {
 enum Stage {
     Away,
     Sending(Arc<dyn Upload>),
+    /// It may be there: the server was told that all parts are.
+    Finishing(Arc<dyn Upload>),
     /// It is there.
     There(Uploaded),
 }
@@ -88,6 +92,34 @@ impl UploadWatch for SaveWatch<'_> {
     fn again(&self, why: &Error) {
         let reason = why.message().to_owned();
         self.0.count_retry(Fallback { from: "upload", to: "sending it again", reason });
+    }
+}
+
+/// A save that waits for an answer which it needs, also when it was given up: for a while.
+struct Lingering<'s>(SaveWatch<'s>, Mutex<Option<Instant>>);
+
+impl<'s> Lingering<'s> {
+    fn of(shared: &'s Shared) -> Lingering<'s> {
+        Lingering(SaveWatch(shared), Mutex::new(None))
+    }
+}
+
+impl UploadWatch for Lingering<'_> {
+    fn check(&self) -> Result<()> {
+        let Err(e) = self.0.check() else { return Ok(()) };
+        let since = *lock(&self.1).get_or_insert_with(Instant::now);
+        if since.elapsed() < LINGERING {
+            return Ok(());
+        }
+        Err(e)
+    }
+
+    fn moved(&self) {
+        self.0.moved();
+    }
+
+    fn again(&self, why: &Error) {
+        self.0.again(why);
     }
 }
 
@@ -169,17 +201,22 @@ impl ObjectsTarget {
         }
     }
 
-    fn upload(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<Arc<dyn Upload>> {
+    fn upload(&self, object: &ObjectUnderWay, shared: &Shared) -> Result<Arc<dyn Upload>> {
         let mut stage = lock(&object.stage);
         match &*stage {
             Stage::Sending(upload) => Ok(upload.clone()),
-            Stage::There(_) => Err(Error::new(ErrorKind::Internal, "a part of an object that is complete")),
+            Stage::Finishing(_) | Stage::There(_) => {
+                Err(Error::new(ErrorKind::Internal, "a part of an object that is complete"))
+            }
             Stage::Away => {
                 let condition = match self.is_visible(object) {
                     true => self.condition(&object.at),
                     false => Precondition::Absent,
                 };
-                let upload = self.uploads.begin(&object.at, object.size, self.part, &condition, watch)?;
+                // Its answer has the number by which it can be given up.
+                let watch = Lingering::of(shared);
+                watch.0.check()?;
+                let upload = self.uploads.begin(&object.at, object.size, self.part, &condition, &watch)?;
                 let upload: Arc<dyn Upload> = upload.into();
                 *stage = Stage::Sending(upload.clone());
                 Ok(upload)
@@ -191,10 +228,10 @@ impl ObjectsTarget {
         let (object, watch) = (&self.objects[chunk.file], SaveWatch(shared));
         let range = chunk.offset..chunk.offset + chunk.len;
         let located = |e: Error| e.at(&object.at).range(range.clone());
-        let upload = self.upload(object, &watch).map_err(located)?;
+        let upload = self.upload(object, shared).map_err(located)?;
         upload.part((chunk.offset / self.part) as u32, chunk.offset, bytes, &watch).map_err(located)?;
         if object.left.fetch_sub(1, Ordering::AcqRel) == 1 && !self.is_visible(object) {
-            self.finish(object, &watch)?;
+            self.finish(object, &Lingering::of(shared))?;
         }
         Ok(Written { direct: 0, calls: 1 })
     }
@@ -202,9 +239,24 @@ impl ObjectsTarget {
     fn finish(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<()> {
         let mut stage = lock(&object.stage);
         if let Stage::Sending(upload) = &*stage {
+            let upload = upload.clone();
+            *stage = Stage::Finishing(upload.clone());
             *stage = Stage::There(upload.finish(watch).map_err(|e| e.at(&object.at))?);
         }
         Ok(())
+    }
+
+    /// Lets go of an object of a save that failed.
+    fn clear_one(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<()> {
+        // A single file that is there is the new checkpoint. A shard is of no use without the index.
+        let is_shard = !self.is_visible(object);
+        let remove = || if is_shard { self.uploads.remove(&object.at, watch) } else { Ok(()) };
+        match std::mem::replace(&mut *lock(&object.stage), Stage::Away) {
+            Stage::Away => Ok(()),
+            Stage::Sending(upload) => upload.abort(watch),
+            Stage::Finishing(upload) => upload.abort(watch).and_then(|()| remove()),
+            Stage::There(_) => remove(),
+        }
     }
 
     /// Makes the new checkpoint visible.
@@ -247,7 +299,7 @@ impl ObjectsTarget {
         for at in self.before.earlier.iter().filter(|at| !new.contains(at)) {
             match self.uploads.remove(at, &Patient) {
                 Ok(()) => {}
-                Err(e) if e.kind() == ErrorKind::Permission => stay.push((at, e)),
+                Err(e) if is_refusal(&e) => stay.push((at, e)),
                 Err(e) => {
                     let doing = "cannot remove this object of an earlier save (the new save is complete)";
                     failed.get_or_insert(e.at(at).reworded(|why| format!("{doing}: {why}")));
@@ -287,9 +339,12 @@ impl Target for ObjectsTarget {
 
     fn conclude(&self, shared: &Shared) -> Result<()> {
         let watch = SaveWatch(shared);
-        watch.check().map_err(|e| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned()))?;
+        watch
+            .check()
+            .map_err(|e| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned()))?;
         self.publish(&watch)?;
-        let is_checked = |object: &ObjectUnderWay| matches!(&*lock(&object.stage), Stage::There(there) if there.is_checked);
+        let is_checked =
+            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), Stage::There(there) if there.is_checked);
         if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
             let reason = format!("{}: the server says no checksum", object.at.as_path().display());
             shared.add_fallback(Fallback { from: "checksum by the server", to: "none", reason });
@@ -302,19 +357,15 @@ impl Target for ObjectsTarget {
             return Vec::new();
         }
         let watch = Until(Instant::now() + CLEARING);
-        let mut left = Vec::new();
+        let (mut left, mut reason) = (Vec::new(), None);
         for object in &self.objects {
-            let stage = std::mem::replace(&mut *lock(&object.stage), Stage::Away);
-            let cleared = match stage {
-                Stage::Away => Ok(()),
-                Stage::Sending(upload) => upload.abort(&watch),
-                // It is of no use without the index. A single file is the new checkpoint.
-                Stage::There(_) if self.index.is_none() => Ok(()),
-                Stage::There(_) => self.uploads.remove(&object.at, &watch),
-            };
-            if let Err(e) = cleared {
-                left.push(format!("{} ({})", object.at.as_path().display(), e.message()));
+            if let Err(e) = self.clear_one(object, &watch) {
+                left.push(object.at.as_path().display().to_string());
+                reason.get_or_insert(e);
             }
+        }
+        if let (Some(last), Some(e)) = (left.last_mut(), reason) {
+            *last += &format!(" ({})", e.message());
         }
         left
     }
@@ -324,7 +375,7 @@ impl Target for ObjectsTarget {
     }
 
     fn grace(&self) -> Duration {
-        CLEARING + Duration::from_secs(1)
+        LINGERING + CLEARING + Duration::from_secs(1)
     }
 }
 
@@ -344,6 +395,11 @@ fn part_of(plan: &SavePlan, uploads: &dyn Uploads, extent: u64) -> Result<u64> {
     })
 }
 
+/// True if a server lets these credentials not do that.
+fn is_refusal(e: &Error) -> bool {
+    e.kind() == ErrorKind::Permission && e.status().is_some()
+}
+
 /// A tag for the names of shards.
 fn tag() -> String {
     // Keys of the process' hash tables are random.
@@ -357,7 +413,7 @@ impl Before {
             Ok(None) => None,
             Ok(version) => Some((at, version)),
             // Nobody may look at it: then there is no condition.
-            Err(e) if e.kind() == ErrorKind::Permission => Some((at, None)),
+            Err(e) if is_refusal(&e) => Some((at, None)),
             Err(e) => return Err(e.at(&at)),
         };
         Ok(Before { single, ..Before::default() })
@@ -373,7 +429,7 @@ impl Before {
         let listed = match store.list(&in_folder(folder)) {
             Ok(listed) => listed,
             Err(e) if e.kind() == ErrorKind::NotFound => Vec::new(),
-            Err(e) if e.kind() == ErrorKind::Permission => {
+            Err(e) if is_refusal(&e) => {
                 let reason = e.message().to_owned();
                 report.fallbacks.push(Fallback { from: "listing the prefix", to: "leaving what is there", reason });
                 return Ok(Before { is_unlisted: true, ..Before::of_unlisted(uploads, folder, name)? });

@@ -75,8 +75,14 @@ pub trait Uploads: Send + Sync + Debug {
     ///
     /// # Errors
     /// `NotFound` (the bucket), `Permission`, `Io`, `Timeout`, `Cancelled`.
-    fn begin(&self, at: &Location, size: u64, part: u64, condition: &Precondition, watch: &dyn UploadWatch)
-        -> Result<Box<dyn Upload>>;
+    fn begin(
+        &self,
+        at: &Location,
+        size: u64,
+        part: u64,
+        condition: &Precondition,
+        watch: &dyn UploadWatch,
+    ) -> Result<Box<dyn Upload>>;
 
     /// Writes a small object at once.
     ///

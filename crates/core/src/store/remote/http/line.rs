@@ -161,7 +161,8 @@ impl Line {
 
     fn say(&mut self, head: &[u8], body: &[&[u8]], pace: &dyn Pace) -> io::Result<()> {
         // Short parts go together: each call on the socket costs.
-        let mut short: Vec<u8> = Vec::with_capacity(STEP.min(head.len() + body.iter().map(|part| part.len()).sum::<usize>()));
+        let mut short: Vec<u8> =
+            Vec::with_capacity(STEP.min(head.len() + body.iter().map(|part| part.len()).sum::<usize>()));
         short.extend_from_slice(head);
         for part in body {
             if short.len() + part.len() <= STEP {
@@ -277,9 +278,7 @@ fn parsed(bytes: &[u8], is_head: bool, ended: bool) -> io::Result<Option<(Parts,
     }
     let body = &bytes[head..];
     let of = |name: &str| answer.headers.iter().find(|field| field.name.eq_ignore_ascii_case(name));
-    let says = |name: &str, word: &str| {
-        of(name).is_some_and(|field| field.value.eq_ignore_ascii_case(word.as_bytes()))
-    };
+    let says = |name: &str, word: &str| of(name).is_some_and(|field| field.value.eq_ignore_ascii_case(word.as_bytes()));
     let (body, is_bounded) = if is_head || matches!(status, 204 | 304) {
         (Some(Vec::new()), body.is_empty())
     } else if says("transfer-encoding", "chunked") {

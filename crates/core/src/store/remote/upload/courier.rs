@@ -183,8 +183,10 @@ impl Courier {
             let due = Instant::now() + longer + jitter.between(pause / 2, pause * 3 / 2);
             while let Some(left) = due.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
                 watch.check()?;
-                // A pause is no silence of the server.
-                watch.moved();
+                if is_busy(&e) {
+                    // It has answered: a pause is no silence.
+                    watch.moved();
+                }
                 sleep(left.min(LOOK));
             }
             pause = (pause * 2).min(LONGEST_PAUSE);
@@ -202,7 +204,10 @@ impl Courier {
             };
             let outcome = line.ask(head(order, length), body, &pace);
             let is_gone = outcome.as_ref().is_err_and(|e| is_used && e.kind() != io::ErrorKind::TimedOut);
-            watch.check()?;
+            // An answer counts, also to somebody who has given up.
+            if outcome.is_err() {
+                watch.check()?;
+            }
             if is_gone {
                 // The server has closed a connection that was kept: that is no failure. A new one will tell.
                 lock(&self.idle).retain(|(line, _)| *line.server() != order.address.server);
@@ -284,7 +289,8 @@ impl Courier {
                 Ok(Tried::AtOnce)
             }
             Verdict::Moved { .. } => {
-                let text = format!("the server redirects a request that writes ({shown}): give the address that it names");
+                let text =
+                    format!("the server redirects a request that writes ({shown}): give the address that it names");
                 Err(named(Error::new(ErrorKind::Io, text)))
             }
             Verdict::Refused(refusal) if requests.renew(at, order.generation, &refusal) => Ok(Tried::AtOnce),
