@@ -41,6 +41,17 @@ pub(super) struct ObjectsTarget {
     in_order: bool,
     index: Option<(Location, String)>,
     before: Before,
+    /// Whether the new checkpoint is visible.
+    visible: Mutex<Visible>,
+}
+
+/// Whether readers take what was sent for the checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Visible {
+    No,
+    Yes,
+    /// The server was asked for that, and has not said what came of it.
+    Unknown,
 }
 
 /// One object of a save.
@@ -172,7 +183,8 @@ impl ObjectsTarget {
         let objects = plan.files.iter().map(object).collect();
         let index = plan.index_name().map(|name| folder.within(OsStr::new(&name))).zip(plan.index.clone());
         let (folder, in_order) = (folder.clone(), limits.in_order);
-        Ok(ObjectsTarget { uploads, folder, objects, part, in_order, index, before })
+        let visible = Mutex::new(Visible::No);
+        Ok(ObjectsTarget { uploads, folder, objects, part, in_order, index, before, visible })
     }
 
     /// Bytes of each chunk.
@@ -263,7 +275,8 @@ impl ObjectsTarget {
     fn publish(&self, watch: &dyn UploadWatch) -> Result<()> {
         let (visible, hides) = match &self.index {
             Some((at, text)) => {
-                self.uploads.put(at, text.as_bytes(), &self.condition(at), watch)?;
+                let put = self.uploads.put(at, text.as_bytes(), &self.condition(at), watch);
+                put.inspect_err(|e| *lock(&self.visible) = after(e))?;
                 (at, self.before.single.as_ref().filter(|(at, _)| at.file_name() == HIDES))
             }
             None => {
@@ -272,23 +285,33 @@ impl ObjectsTarget {
                 (&object.at, self.before.index.as_ref().filter(|_| object.at.file_name() != HIDES))
             }
         };
-        // What hides the new checkpoint goes, if it is still what it was.
-        let Some((at, version)) = hides else { return Ok(()) };
-        let outcome = self.uploads.version(at, watch).and_then(|now| match (now, version) {
-            (None, _) => Ok(()),
-            (Some(now), Some(version)) if now != *version => {
+        if let Some((at, version)) = hides {
+            self.unhide(visible, at, version.as_deref(), watch)?;
+        }
+        *lock(&self.visible) = Visible::Yes;
+        Ok(())
+    }
+
+    /// Removes what hides the new checkpoint, if it is still what it was.
+    fn unhide(&self, new: &Location, at: &Location, version: Option<&str>, watch: &dyn UploadWatch) -> Result<()> {
+        let removed = match self.uploads.version(at, watch) {
+            Ok(None) => return Ok(()),
+            Ok(Some(now)) if version.is_some_and(|version| version != now) => {
                 Err(Error::new(ErrorKind::Changed, "another program has written this object meanwhile"))
             }
-            _ => self.uploads.remove(at, watch),
-        });
-        outcome.map_err(|e| {
-            let left = match self.uploads.remove(visible, watch) {
-                Ok(()) => String::new(),
-                Err(_) => format!("; {} stays, and is of no use", visible.as_path().display()),
-            };
-            let text = "as long as it is there, readers take it for the checkpoint, so the old checkpoint stays";
-            e.at(at).reworded(|why| format!("cannot remove it: {why}; {text}{left}"))
-        })
+            Ok(Some(_)) => self.uploads.remove(at, watch).inspect_err(|e| *lock(&self.visible) = after(e)),
+            Err(e) => Err(e),
+        };
+        let Err(e) = removed else { return Ok(()) };
+        if *lock(&self.visible) != Visible::No {
+            return Err(e.at(at));
+        }
+        let left = match self.uploads.remove(new, watch) {
+            Ok(()) => String::new(),
+            Err(_) => format!("; {} stays, and is of no use", new.as_path().display()),
+        };
+        let text = "as long as it is there, readers take it for the checkpoint, so the old checkpoint stays";
+        Err(e.at(at).reworded(|why| format!("cannot remove it: {why}; {text}{left}")))
     }
 
     /// Removes the objects of the earlier checkpoint. What may not be removed is told, and stays.
@@ -353,8 +376,13 @@ impl Target for ObjectsTarget {
     }
 
     fn clear(&self, _shared: &Shared, is_complete: bool) -> Vec<String> {
-        if is_complete {
+        let visible = *lock(&self.visible);
+        if is_complete || visible == Visible::Yes {
             return Vec::new();
+        }
+        if visible == Visible::Unknown {
+            let text = "all objects of the new checkpoint, because the server has not said whether it is visible now";
+            return vec![text.to_owned()];
         }
         let watch = Until(Instant::now() + CLEARING);
         let (mut left, mut reason) = (Vec::new(), None);
@@ -393,6 +421,15 @@ fn part_of(plan: &SavePlan, uploads: &dyn Uploads, extent: u64) -> Result<u64> {
         let most = limits.most.saturating_mul(limits.parts);
         Error::invalid(format!("an object of {largest} bytes is too large for this service, which takes {most}"))
     })
+}
+
+/// What is known after a request that was to make the checkpoint visible has failed so.
+fn after(e: &Error) -> Visible {
+    let is_refused = e.status().is_some_and(|status| (400..500).contains(&status) && status != 408);
+    match is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission) {
+        true => Visible::No,
+        false => Visible::Unknown,
+    }
 }
 
 /// True if a server lets these credentials not do that.
