@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,5 +80,29 @@ def an_expired_credential_is_renewed_once(
 
 def what_works_on_files_only_refuses_addresses(scheme: str, folder: Path) -> None:
     with pytest.raises(penstock.InvalidError, match=f"{scheme}:// is not supported here"):
-        penstock.save_file({"a": np.arange(3)}, f"{scheme}://bucket/x.safetensors")
+        penstock.load_file(f"{scheme}://bucket/x.safetensors", options={"trace": f"{scheme}://bucket/trace.json"})
     assert list(folder.iterdir()) == []
+
+
+def what_is_saved_comes_back(place: str, storage: Any, folder: Path, read: Callable[[str], bytes]) -> None:
+    """Saves under ``place``, read back by Penstock, and by ``read``, another client, of the name of an object under it."""
+    random = np.random.default_rng(7)
+    states = [{f"w{i}": random.integers(0, 255, 9_000_000 + i, np.uint8) for i in range(4)} for _ in range(2)]
+
+    def same(state: dict[str, Any]) -> None:
+        found = penstock.open(f"{place}/", storage=storage).load(framework="np")
+        assert found.keys() == state.keys() and all((found[name] == state[name]).all() for name in state)
+
+    for most in (None, "20MB", "20MB", None):
+        state = states[most is None]
+        report = penstock.save(state, place, max_shard_size=most, storage=storage)
+        same(state)
+        assert len(report.files) == (1 if most is None else 3) and report.file_bytes > 36_000_000
+        penstock.save(state, folder, max_shard_size=most)
+        ours = sorted(path.name for path in folder.iterdir() if path.suffix == ".safetensors")
+        theirs = sorted(name for name in report.files if name.endswith(".safetensors"))
+        assert [(folder / name).read_bytes() for name in ours] == [read(name) for name in theirs]
+    at = f"{place}/a b/one.safetensors"
+    penstock.save_file({"x": np.arange(10)}, at, storage=storage)
+    penstock.save_file({"x": np.arange(9)}, at, storage=storage)
+    assert penstock.load_file(at, framework="np", storage=storage)["x"].tolist() == list(range(9))

@@ -77,10 +77,23 @@ class Bucket:
         self.listings = 0
         self.lock = threading.Lock()
 
+    def received(self, method: str, target: str, fields: Mapping[str, str], body: bytes) -> Answer:
+        """The answer to a request with this body."""
+        return self.answer(method, target, fields)
+
     def answer(self, method: str, target: str, fields: Mapping[str, str]) -> Answer:
         path = unquote(urlsplit(target).path)
         if not path.startswith("/bucket"):
             return self.service(method, path, target, fields)
+        if (told := self.refusal(method, target, fields)) is not None:
+            return told
+        query = dict(parse_qsl(urlsplit(target).query))
+        if query.get("list-type") == "2":
+            return self.listing(query)
+        return self.content(path.removeprefix("/bucket/"), fields)
+
+    def refusal(self, method: str, target: str, fields: Mapping[str, str]) -> Answer | None:
+        """The answer to a request that is not carried out: the signature is wrong, or `script` says so."""
         given = re.fullmatch(
             r"AWS4-HMAC-SHA256 Credential=([^/]+)/([^,]+), SignedHeaders=([^,]+), Signature=([0-9a-f]{64})",
             fields.get("authorization", ""),
@@ -102,10 +115,7 @@ class Bucket:
             if scope.split("/")[1] != self.region:
                 more = f"<Region>{self.region}</Region>"
                 return error(400, "AuthorizationHeaderMalformed", f"the region is wrong; expecting {self.region}", more)
-        query = dict(parse_qsl(urlsplit(target).query))
-        if query.get("list-type") == "2":
-            return self.listing(query)
-        return self.content(path.removeprefix("/bucket/"), fields)
+        return None
 
     def content(self, key: str, fields: Mapping[str, str]) -> Answer:
         content = self.objects.get(key)
@@ -180,15 +190,18 @@ def serving(bucket: B, address: tuple[str, int] = ("127.0.0.1", 0), tls: ssl.SSL
 
         def do_GET(self) -> None:
             fields = {name.lower(): value for name, value in self.headers.items()}
-            bucket.body = self.rfile.read(int(fields.get("content-length", 0))) or bucket.body
-            status, about, body = bucket.answer(self.command, self.path, fields)
+            body = self.rfile.read(int(fields.get("content-length", 0)))
+            bucket.body = body or bucket.body
+            status, about, told = bucket.received(self.command, self.path, fields, body)
             self.send_response(status)
-            for name, value in {**about, "Content-Length": str(len(body))}.items():
+            if status != 204:
+                about = {"Content-Length": str(len(told)), **about}
+            for name, value in about.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(told)
 
-        do_PUT = do_POST = do_GET
+        do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
 
         def log_message(self, *about: object) -> None:
             pass

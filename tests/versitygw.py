@@ -17,7 +17,8 @@ class Server(RealServer):
     """A server with one bucket, `models`."""
 
     def __init__(self, folder: Path, *certificate: Path) -> None:
-        (folder / "data").mkdir()
+        self.data = folder / "data"
+        self.data.mkdir()
         tls = ["--cert", certificate[1], "--key", certificate[2]] if certificate else []
         super().__init__(
             folder,

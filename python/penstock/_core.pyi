@@ -454,13 +454,15 @@ class Save:
         sync: bool,
         checkpoint: bool,
         keep: object,
+        storage: object = None,
     ) -> Save:
         """Plans, makes the files and starts writing.
 
         tensors: (name, dtype, shape, number of the GPU or None, address) of contiguous memory with no work under way on
         it; `keep` is held until nothing reads it any more. Where the address is None, the tensor is
         `wanted` when its turn comes. most: bytes of tensors per shard. sync: wait for stable storage. checkpoint: make
-        the directory, and remove what an earlier save of this name has left in it.
+        the directory, and remove what an earlier save of this name has left in it. storage: how servers are asked, if
+        `folder` is an address.
         """
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the save, or until it wants a tensor; False if `timeout` (seconds) passed first. Raises

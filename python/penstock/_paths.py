@@ -22,7 +22,8 @@ _ADVICE = {
     "hf": "hf:// is accepted only where a checkpoint is opened, as one string",
 }
 _ELSE = "copy the files to a disk, or mount that storage, and give the path"
-_WRITTEN = "upload is not supported: give a path of this machine, and copy the files from there"
+_WRITTEN = "it cannot be written to: give a path of this machine, and copy the files from there"
+_TO_HUB = "`hf upload REPOSITORY FOLDER` writes to the Hub: save to a folder of this machine first"
 
 
 def is_web(path: object) -> bool:
@@ -44,6 +45,11 @@ def without_secrets(text: str) -> str:
 def source_path(path: str | os.PathLike[str], argument: str) -> str:
     """`local_path`, where something is opened: the core has a store for web addresses."""
     return str(path) if is_web(path) else local_path(path, argument)
+
+
+def target_path(path: str | os.PathLike[str], argument: str) -> str:
+    """`local_path`, where something is saved: the core has stores that take objects."""
+    return str(path) if is_web(path) else local_path(path, argument, written=True)
 
 
 def local_path(path: str | os.PathLike[str], argument: str, *, written: bool = False) -> str:
@@ -81,6 +87,8 @@ def local_path(path: str | os.PathLike[str], argument: str, *, written: bool = F
     here = " here" if advice is _OPENED else ""
     if written and advice in (_OPENED, _ELSE):
         advice = _WRITTEN
+    elif written and found[1].lower() == "hf":
+        advice = _TO_HUB
     raise SchemeError(
         f"{argument}={text!r}: {found[1]}:// is not supported{here}; {advice}. "
         f"(If you mean a folder of this name, give './{found[1]}:/{rest}'.)",

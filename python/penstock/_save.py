@@ -12,7 +12,7 @@ from operator import mul
 from typing import Any
 
 from . import _core, _running
-from ._choices import LAYOUTS, ORDERS, Layout, Order, check_choice
+from ._choices import LAYOUTS, ORDERS, Layout, Order, Storage, check_choice
 from ._core import Options
 from ._described import Described
 from ._dlpack import DLTensor
@@ -29,7 +29,7 @@ from ._errors import (
 )
 from ._events import observe
 from ._options import make_options
-from ._paths import local_path
+from ._paths import is_web, target_path, without_secrets
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 from ._text import check_text
@@ -230,10 +230,12 @@ def _write(
     fsync: bool,
     progress: Progress,
     options: Options | Mapping[str, Any] | None,
+    storage: Storage | None,
     *,
     checkpoint: bool,
 ) -> tuple[Report, list[str]]:
-    with observe("save", f"{folder}/{name}" if not checkpoint else folder) as seen:
+    shown = without_secrets(folder)
+    with observe("save", f"{shown}/{name}" if not checkpoint else shown) as seen:
         check_choice("layout", layout, LAYOUTS)
         check_choice("order", order, ORDERS)
         if not isinstance(fsync, bool):
@@ -246,7 +248,7 @@ def _write(
         described = [(name, d.dtype, d.shape, d.gpu, d.address) for name, d in found.items()]
         listed = list(found.items())
         keep = [d.keep for d in found.values()]
-        with _running.under_way(f"a save to {folder}"), Meter(progress, "save", seen) as meter:
+        with _running.under_way(f"a save to {shown}"), Meter(progress, "save", seen) as meter:
             save = _core.Save.start(
                 folder,
                 name,
@@ -259,6 +261,7 @@ def _write(
                 sync=fsync,
                 checkpoint=checkpoint,
                 keep=keep,
+                storage=storage,
             )
             try:
                 while True:
@@ -306,9 +309,25 @@ def _bytes_of(name: str, tensor: Described) -> memoryview | bytes | bytearray:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Folder and name, spelled as by pathlib, which `import penstock` has not brought: it takes 3 ms to import."""
+    """Folder and name, spelled as by pathlib, which `import penstock` has not brought: it takes 3 ms to import. Of an
+    address, as it is spelled: its key is a string.
+    """
+    if is_web(path):
+        folder, _, name = path.rpartition("/")
+        return folder, name
     *above, name = [part for part in path.split("/") if part not in ("", ".")] or [""]
     return "/" * path.startswith("/") + "/".join(above) or ".", name
+
+
+def _folder(directory: str | os.PathLike[str]) -> str:
+    """The folder, or the address that names are added to."""
+    place = target_path(directory, "directory")
+    if not is_web(place):
+        return _split((place or ".") + "/x")[0]
+    scheme, _, key = place.partition("://")
+    if not key.strip("/"):
+        raise InvalidError(f"directory={place!r}: it names no bucket")
+    return f"{scheme}://{key.rstrip('/')}"
 
 
 def save_file(
@@ -321,6 +340,7 @@ def save_file(
     fsync: bool = True,
     progress: Progress = None,
     options: Options | Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
 ) -> Report:
     """Saves tensors to one safetensors file. A save that fails leaves no partial file, and keeps the old file.
 
@@ -356,11 +376,11 @@ def save_file(
         WriteError: a tensor cannot be packed.
         OutOfMemoryError: there is no memory for staging, or to pack a tensor.
     """
-    named = local_path(filename, "filename", written=True)
-    if named.endswith(("/", "/.")):
-        raise InvalidError(f"filename={named!r}: this is a folder: give the name of a file in it")
+    named = target_path(filename, "filename")
+    if named.endswith(("/", "/.")) or (is_web(named) and named.count("/") < 3):
+        raise InvalidError(f"filename={without_secrets(named)!r}: this is a folder: give the name of a file in it")
     report, _ = _write(
-        tensors, *_split(named), metadata, None, layout, order, fsync, progress, options, checkpoint=False
+        tensors, *_split(named), metadata, None, layout, order, fsync, progress, options, storage, checkpoint=False
     )
     return report
 
@@ -377,6 +397,7 @@ def save(
     fsync: bool = True,
     progress: Progress = None,
     options: Options | Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
 ) -> Report:
     """Saves a checkpoint to a folder: one file, or several shards and their index.
 
@@ -403,7 +424,7 @@ def save(
         raise InvalidError(f"name={name!r}: this is not UTF-8, and an index (JSON) cannot name such files")
     report, files = _write(
         tensors,
-        _split((local_path(directory, "directory", written=True) or ".") + "/x")[0],
+        _folder(directory),
         name,
         {**more, **(metadata or {})} if more or metadata is not None else None,
         size_of(max_shard_size),
@@ -412,6 +433,7 @@ def save(
         fsync,
         progress,
         options,
+        storage,
         checkpoint=True,
     )
     report["files"] = files

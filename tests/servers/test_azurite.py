@@ -10,15 +10,18 @@ import hmac
 import json
 import os
 import shutil
+import ssl
 import time
 from collections.abc import Iterator, Mapping
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from urllib.request import urlopen
 
 import certificates
 import numpy as np
+import object_stores as stores
 import penstock
 import pytest
 from azure_sas import sas
@@ -235,3 +238,13 @@ def test_only_an_authority_that_is_named_is_trusted(server):
         pytest.skip("there is no TLS")
     with pytest.raises(penstock.ReadError, match="certificate is not trusted"):
         penstock.open("az://models/big.safetensors", storage=server.storage(ca=None))
+
+
+def test_what_is_saved_comes_back(server, tmp_path):
+    trusted = ssl.create_default_context(cafile=str(server.authority)) if server.authority else None
+
+    def read(name: str) -> bytes:
+        with urlopen(f"{server.endpoint}/public/saved/{quote(name)}", context=trusted) as answer:
+            return answer.read()
+
+    stores.what_is_saved_comes_back("az://public/saved", server.storage(), tmp_path, read)

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+from urllib.request import urlopen
 
 import numpy as np
+import object_stores as stores
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
@@ -120,3 +122,11 @@ def test_an_object_that_is_replaced_is_changed(server, small):
     server.put("replaced.safetensors", content[:-1] + b"?")
     with pytest.raises(penstock.ChangedError):
         checkpoint.load(framework="np")
+
+
+def test_what_is_saved_comes_back(server, tmp_path):
+    def read(name: str) -> bytes:
+        with urlopen(f"{server.endpoint}/storage/v1/b/models/o/saved%2F{quote(name)}?alt=media") as answer:
+            return answer.read()
+
+    stores.what_is_saved_comes_back("gs://models/saved", server.storage(), tmp_path, read)

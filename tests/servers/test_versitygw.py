@@ -7,6 +7,7 @@ from typing import Any
 
 import certificates
 import numpy as np
+import object_stores as stores
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
@@ -139,3 +140,10 @@ def test_small_files(server):
     names = _core.names_in(folder, None, storage)
     assert sorted(names) == ["config.json", "empty.txt"]
     assert _core.contents([folder + name for name in sorted(names)], 2, None, storage) == [b"{}", b""]
+
+
+def test_what_is_saved_comes_back(server, tmp_path):
+    data = server.data / "models/saved"
+    stores.what_is_saved_comes_back(
+        "s3://models/saved", server.storage(), tmp_path, lambda name: (data / name).read_bytes()
+    )

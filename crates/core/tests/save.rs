@@ -11,6 +11,7 @@ use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
 use penstock::save::{Arrangement, At, Save, SavePlan, SaveReport, SaveRequest, Tensor, Wanted};
 use penstock::staging::Ring;
+use penstock::store::{Location, Stores};
 use penstock::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -74,7 +75,8 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
         let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
         let request = SaveRequest {
             plan: plan(&SIZES),
-            folder: folder.path().to_path_buf(),
+            folder: Location::Path(folder.path().into()),
+            stores: Stores::default(),
             checkpoint: None,
             tensors,
             keep: Arc::new(()),
@@ -94,9 +96,19 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
 fn late(folder: &Path, contents: &[Vec<u8>], sync: bool, stall_timeout: Duration) -> Save {
     let mut tensors = vec![At::Late; contents.len()];
     tensors[0] = At::Host(contents[0].as_ptr() as u64);
-    let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
+    let (plan, folder) = (plan(&SIZES), Location::Path(folder.into()));
     let options = Options { stall_timeout, ..options() };
-    Save::start(SaveRequest { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }).unwrap()
+    Save::start(SaveRequest {
+        plan,
+        folder,
+        stores: Stores::default(),
+        checkpoint: None,
+        tensors,
+        keep: Arc::new(()),
+        sync,
+        options,
+    })
+    .unwrap()
 }
 
 /// Waits until the save wants a tensor; `None` if it ends first.
@@ -171,7 +183,8 @@ fn nobody_holds_staging_while_a_tensor_is_being_made() {
         let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
         let request = SaveRequest {
             plan: plan(&SIZES),
-            folder: other.path().to_path_buf(),
+            folder: Location::Path(other.path().into()),
+            stores: Stores::default(),
             checkpoint: None,
             tensors,
             keep: Arc::new(()),
@@ -196,11 +209,12 @@ fn a_save_waits_for_staging_in_the_background() {
         let contents: Vec<Vec<u8>> = (0..).zip(SIZES).map(|(i, n)| noise(i, n)).collect();
         let start = |folder: &Path, stall_timeout| {
             let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
-            let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
+            let (plan, folder) = (plan(&SIZES), Location::Path(folder.into()));
             let options = Options { stall_timeout, ..options() };
             Save::start(SaveRequest {
                 plan,
                 folder,
+                stores: Stores::default(),
                 checkpoint: None,
                 tensors,
                 keep: Arc::new(()),
@@ -261,8 +275,17 @@ fn on_gpu() -> (Gpu, Vec<GpuMemory>, Vec<Vec<u8>>) {
 
 fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -> SaveRequest {
     let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
-    let (plan, folder) = (plan(&SIZES), folder.to_path_buf());
-    SaveRequest { plan, folder, checkpoint: None, tensors, keep: Arc::new(()), sync, options }
+    let (plan, folder) = (plan(&SIZES), Location::Path(folder.into()));
+    SaveRequest {
+        plan,
+        folder,
+        stores: Stores::default(),
+        checkpoint: None,
+        tensors,
+        keep: Arc::new(()),
+        sync,
+        options,
+    }
 }
 
 #[test]

@@ -183,9 +183,18 @@ fn threads_of_a_save() {
     let tensors = [Tensor { name: "w".into(), dtype: DType::U8, shape: vec![bytes.len() as u64] }];
     let plan = SavePlan::new(&tensors, None, "model.safetensors", Arrangement::Aligned, Order::File, None).unwrap();
     tripped("penstock-save", || {
-        let (tensors, folder) = (vec![At::Host(bytes.as_ptr() as u64)], folder.path().to_path_buf());
+        let (tensors, folder) = (vec![At::Host(bytes.as_ptr() as u64)], Location::Path(folder.path().into()));
         let (keep, options) = (Arc::new(()), Options::default());
-        let request = SaveRequest { plan, folder, checkpoint: None, tensors, keep, sync: false, options };
+        let request = SaveRequest {
+            plan,
+            folder,
+            stores: Stores::default(),
+            checkpoint: None,
+            tensors,
+            keep,
+            sync: false,
+            options,
+        };
         Save::start(request)?.wait(Some(SOON)).map(drop)
     });
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "half a file");

@@ -4,10 +4,12 @@ use crate::errors::{detached, raise};
 use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
 use crate::load::{told, Kept};
 use crate::options::Options;
+use crate::storage::stores_of;
 use crate::waiting::patiently;
 use penstock::format::DType;
 use penstock::options::Order;
 use penstock::save::{Arrangement, At, Save as Core, SavePlan, SaveRequest, Tensor};
+use penstock::store::{Location, Stores};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -24,8 +26,6 @@ type Described = (String, String, Listed<u64>, Option<u32>, Option<u64>);
 #[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Save {
     core: Held<Core>,
-    /// Names of the files, the index last.
-    files: Vec<OsString>,
 }
 
 impl Drop for Save {
@@ -76,13 +76,22 @@ pub(crate) fn head<'py>(
     })
 }
 
+/// The place that a folder names: an address where there is a store for its scheme.
+fn location(folder: PathBuf) -> Location {
+    let known = |text: &str| {
+        let scheme = text.split_once("://")?.0;
+        penstock::store::schemes().iter().any(|known| known.eq_ignore_ascii_case(scheme)).then(|| text.to_owned())
+    };
+    folder.to_str().and_then(known).map_or_else(|| Location::Path(folder.clone()), Location::Url)
+}
+
 /// PyBUF_WRITE of the stable ABI (memoryobject.h).
 const WRITABLE: c_int = 0x200;
 
 #[pymethods]
 impl Save {
     #[staticmethod]
-    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, checkpoint, keep))]
+    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, checkpoint, keep, storage = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -97,6 +106,7 @@ impl Save {
         sync: bool,
         checkpoint: bool,
         keep: Py<PyAny>,
+        storage: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let (arrangement, order) = arranged(layout, order)?;
@@ -111,14 +121,17 @@ impl Save {
                 });
             }
             let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
-            let (core, files) = detached(py, || {
+            let folder = location(folder);
+            let stores = match &folder {
+                Location::Url(_) => stores_of(py, storage, None)?,
+                Location::Path(_) => Stores::default(),
+            };
+            let core = detached(py, || {
                 let plan = SavePlan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
-                let files = plan.names();
                 let checkpoint = checkpoint.then(|| name.to_string_lossy().into_owned());
-                let core = Core::start(SaveRequest { plan, folder, checkpoint, tensors: places, keep, sync, options })?;
-                Ok((core, files))
+                Core::start(SaveRequest { plan, folder, stores, checkpoint, tensors: places, keep, sync, options })
             })?;
-            Ok(Self { core: Held::new(core), files })
+            Ok(Self { core: Held::new(core) })
         })
     }
 
@@ -153,7 +166,7 @@ impl Save {
     }
 
     fn files<'py>(&self, py: Python<'py>) -> Answer<'py, Vec<OsString>> {
-        answer(py, || Ok(self.files.clone()))
+        answer(py, || Ok(self.core.names().to_vec()))
     }
 
     fn report<'py>(&self, py: Python<'py>) -> Answer<'py, Bound<'py, PyDict>> {
@@ -162,7 +175,7 @@ impl Save {
             let d = PyDict::new(py);
             set_fields!(d, r, seconds, sync_seconds, fill_seconds, write_seconds, nbytes, file_bytes);
             d.set_item("gbps", if r.seconds > 0.0 { r.nbytes as f64 / 1e9 / r.seconds } else { 0.0 })?;
-            set_fields!(d, r, writes, direct_bytes, threads, peak_staging);
+            set_fields!(d, r, writes, retries, direct_bytes, threads, peak_staging);
             d.set_item("fallbacks", told(py, &r.fallbacks)?)?;
             Ok(d)
         })

@@ -87,17 +87,26 @@ impl Folder {
 }
 
 /// Whether a save called `name` may have written a file of this name.
-fn belongs(found: &str, name: &str) -> bool {
+pub(super) fn belongs(found: &str, name: &str) -> bool {
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
     let Some(rest) = found.strip_prefix(name.strip_suffix(SUFFIX).unwrap_or(name)) else { return false };
     let index = rest.strip_suffix(INDEX_SUFFIX);
     match index.unwrap_or(rest).strip_suffix(SUFFIX) {
         Some("") => index.is_some() || found == name,
         Some(number) => {
-            number.strip_prefix('-').and_then(|n| n.split_once("-of-")).is_some_and(|(n, of)| digits(n) && digits(of))
+            let number = number.strip_prefix('-').unwrap_or_default();
+            // In a bucket shards may have a tag: see `tag_shards`.
+            let untagged = number.split_once('-').filter(|(tag, _)| is_tag(tag)).map_or(number, |(_, rest)| rest);
+            untagged.split_once("-of-").is_some_and(|(n, of)| digits(n) && digits(of))
         }
         None => false,
     }
+}
+
+/// True if this can be the tag of shards in a bucket: as many letters as [`objects`](super::objects) makes, which no number of
+/// shards has.
+pub(super) fn is_tag(text: &str) -> bool {
+    text.len() == 9 && text.strip_prefix('s').is_some_and(|hex| hex.bytes().all(|b| b"0123456789abcdef".contains(&b)))
 }
 
 /// Waits until the names in a directory are on the disk. Not every file system can do that, and a process that may not
@@ -127,6 +136,7 @@ mod tests {
             "model.safetensors.index.json",
             "model-00001-of-00002.safetensors",
             "model-00001-of-00002.safetensors.index.json",
+            "model-s01234abc-00001-of-00002.safetensors",
         ];
         for found in theirs {
             assert!(belongs(found, "model.safetensors"), "{found}");
@@ -143,6 +153,8 @@ mod tests {
             "model-00001-of-000002.safetensors",
             "model-00001-00002.safetensors",
             "model-x0001-of-00002.safetensors",
+            "model-s01234abx-00001-of-00002.safetensors",
+            "model-s01234abc.safetensors",
             "model_adapter.safetensors",
             "xmodel.safetensors",
             "model.safetensors.bak",

@@ -1,20 +1,21 @@
 //! A save, as its owner has it.
 
 use super::chunks::{cut, At, Supply};
-use super::crew::{SaveReport, SaveState, Sink, Work};
-use super::folder::Folder;
-use super::in_place;
+use super::crew::Work;
+use super::files::FilesTarget;
 use super::late::Phase;
-use super::output::{check_room, Output};
+use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
+use super::shared::{SaveReport, Shared};
+use super::target::Target;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Keep;
 use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::staging::Ring;
-use crate::sync::{lock, Condvar, JoinHandle, Mutex};
-use std::collections::VecDeque;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::store::{Location, Stores};
+use crate::sync::{lock, JoinHandle, Mutex};
+use std::ffi::OsString;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,10 +23,12 @@ use std::time::{Duration, Instant};
 const DIRECT_WRITERS: usize = 8;
 /// Writers into the page cache. A file system lets only one of them write to a file at a time.
 const CACHE_WRITERS: usize = 4;
+/// Requests that send parts at the same time. One brings some 100 MB/s to a bucket.
+const SENDERS: usize = 16;
+/// Bytes of a part, unless `extent` says more: each costs a round trip.
+const PART: u64 = 16 << 20;
 /// Slabs that the ring grants whatever the limit is.
 const LEAST_SLABS: u64 = 2;
-/// How long dropping a save waits for writes in progress.
-const GRACE: Duration = Duration::from_secs(2);
 
 /// A tensor that is wanted now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,8 +46,10 @@ pub struct Wanted {
 pub struct SaveRequest {
     /// The place of each tensor.
     pub plan: SavePlan,
-    /// The directory of the files.
-    pub folder: PathBuf,
+    /// The directory of the files, or the address that their names are added to.
+    pub folder: Location,
+    /// The stores of addresses.
+    pub stores: Stores,
     /// Name of the checkpoint, if the directory is that of a checkpoint. The directory is made if it is missing. Files
     /// that an earlier save of the name has left are removed when the new files have their names.
     pub checkpoint: Option<String>,
@@ -62,9 +67,49 @@ pub struct SaveRequest {
 /// A save in progress or ended. Dropping it gives it up, unless it has ended.
 pub struct Save {
     work: Arc<Work>,
+    folder: Location,
+    names: Vec<OsString>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     stall: Duration,
     pid: u32,
+}
+
+/// The place of the files, and how it is written to.
+struct Place {
+    target: Box<dyn Target>,
+    /// Bytes of a chunk, at most.
+    extent: u64,
+    /// True if chunks are written out of slabs, wherever tensors are.
+    is_direct: bool,
+    /// Threads that write.
+    writers: usize,
+}
+
+impl Place {
+    fn of(
+        plan: &mut SavePlan,
+        folder: &Location,
+        stores: &Stores,
+        checkpoint: Option<&str>,
+        sync: bool,
+        options: &Options,
+        report: &mut SaveReport,
+    ) -> Result<Place> {
+        let extent = options.extent.next_multiple_of(PAGE);
+        let scheme = match folder {
+            Location::Path(folder) => {
+                let target = FilesTarget::new(plan, folder, checkpoint, sync, report)?;
+                let (is_direct, writers) = (target.is_direct(), CACHE_WRITERS.min(plan.files.len()));
+                return Ok(Place { target: Box::new(target), extent, is_direct, writers });
+            }
+            Location::Url(_) => folder.scheme().unwrap_or_default(),
+        };
+        let unknown = || Error::new(ErrorKind::Unsupported, format!("there is no store for {scheme}://")).at(folder);
+        let store = stores.of(scheme).ok_or_else(unknown)?;
+        let target = ObjectsTarget::new(plan, folder, &store, checkpoint, extent.max(PART), report)?;
+        let (extent, writers) = (target.part(), SENDERS.min(target.connections()));
+        Ok(Place { target: Box::new(target), extent, is_direct: false, writers })
+    }
 }
 
 impl Save {
@@ -75,79 +120,49 @@ impl Save {
     /// is left.
     pub fn start(request: SaveRequest) -> Result<Save> {
         let began = Instant::now();
-        let SaveRequest { mut plan, folder, checkpoint, tensors, keep, sync, options } = request;
+        let SaveRequest { mut plan, folder, stores, checkpoint, tensors, keep, sync, options } = request;
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
-        let checkpoint = checkpoint.map(|name| Folder::new(&folder, &name)).transpose()?;
-        if let Some(file) = plan.files.first().filter(|_| !sync) {
-            check_room(&folder.join(&file.name), plan.files.iter().map(|f| f.size).sum())?;
-        }
-        let mut outputs = Vec::with_capacity(plan.files.len());
-        for file in &mut plan.files {
-            let (mut output, refused) = Output::new(&folder.join(&file.name), file.size, sync)?;
-            output.hold_back(&mut file.head);
-            outputs.push(output);
-            if let Some(refused) = refused.filter(|_| report.fallbacks.is_empty()) {
-                report.fallbacks.push(refused);
-            }
-            report.file_bytes += file.size;
-        }
-        report.files = outputs.len() + usize::from(plan.index.is_some());
-        let sinks: Vec<Sink> = outputs.iter().map(Sink::of).collect();
-        let (chunks, pieces, late) = cut(&plan, &tensors, options.extent.next_multiple_of(PAGE))?;
-        let index = plan.index_name().map(|name| folder.join(name)).zip(plan.index.clone());
-        if let Some((path, _)) = index.as_ref().filter(|_| outputs.iter().any(Output::is_in_place)) {
-            // It cannot be replaced either. Found out at the end, the save would be in vain.
-            in_place::check_free(path)?;
-        }
-        let on_gpu = pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
-        let staged = on_gpu || sinks.iter().any(|w| w.direct.is_some());
+        let place = Place::of(&mut plan, &folder, &stores, checkpoint.as_deref(), sync, &options, &mut report)?;
+        report.file_bytes = plan.files.iter().map(|file| file.size).sum();
+        report.files = plan.files.len() + usize::from(plan.index.is_some());
+        let names = plan.names();
+        let Place { target, extent, is_direct, writers } = place;
+        let (chunks, pieces, late) = cut(&plan, &tensors, extent)?;
+        let staged = is_direct || pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
         let most = match (options.threads, staged) {
-            (0, true) => DIRECT_WRITERS,
-            (0, false) => CACHE_WRITERS.min(sinks.len()),
+            (0, true) => writers.max(DIRECT_WRITERS),
+            (0, false) => writers,
             (n, _) => n as usize,
         };
         let mut crew = most.clamp(1, chunks.len().max(1));
         let mut staging = None;
         if staged {
-            let share = Ring::process().join(options.extent.next_multiple_of(HUGE_PAGE), options.staging)?;
+            let share = Ring::process().join(extent.next_multiple_of(HUGE_PAGE), options.staging)?;
             crew = crew.min((options.staging / share.slab_bytes()).max(LEAST_SLABS) as usize);
             staging = Some(Mutex::new(Some(share)));
         }
         report.threads = crew;
-        let state = SaveState {
-            written: 0,
-            working: crew,
-            moved: began,
-            slabs: 0,
-            starved: false,
-            syncing: false,
-            late,
-            wanted: VecDeque::new(),
-            failed: None,
-            outcome: None,
-            report,
-        };
+        let shared = Shared::new(began, crew, late, report);
         let work = Arc::new(Work {
-            outputs: Mutex::new(outputs),
-            sinks,
-            index,
-            folder,
-            checkpoint,
-            names: plan.names(),
+            target,
+            shared,
             chunks,
             pieces,
+            written: plan.files.iter().map(|_| AtomicU64::new(0)).collect(),
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
             _keep: keep,
             staging,
-            sync,
             next: AtomicUsize::new(0),
-            cancelled: AtomicBool::new(false),
-            began,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
         });
         let threads = work.start(crew)?;
-        Ok(Save { work, threads: Mutex::new(threads), stall: options.stall_timeout, pid: std::process::id() })
+        Ok(Save {
+            work,
+            folder,
+            names,
+            threads: Mutex::new(threads),
+            stall: options.stall_timeout,
+            pid: std::process::id(),
+        })
     }
 
     /// Waits for the end of the save, at most `timeout`. `false` if that passed first or a late tensor is
@@ -159,7 +174,7 @@ impl Save {
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
         self.same_process()?;
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
-        let mut state = lock(&self.work.state);
+        let mut state = lock(&self.work.shared.state);
         loop {
             if let Some(outcome) = &state.outcome {
                 return outcome.clone().map(|()| true);
@@ -174,8 +189,8 @@ impl Save {
                     false => "the storage does not answer",
                 };
                 let text = format!("nothing was written for {:.0} s: {why}", self.stall.as_secs_f64());
-                let e = Error::new(ErrorKind::Timeout, text).at(&self.work.folder);
-                self.work.cancelled.store(true, Ordering::Relaxed);
+                let e = Error::new(ErrorKind::Timeout, text).at(&self.folder);
+                self.work.shared.cancelled.store(true, Ordering::Relaxed);
                 state.outcome = Some(Err(e.clone()));
                 return Err(e);
             }
@@ -183,7 +198,7 @@ impl Save {
                 return Ok(false);
             }
             let next = deadline.map_or(self.stall, |d| d - now).min(self.stall);
-            state = self.work.changed.wait_timeout(state, next).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.work.shared.changed.wait_timeout(state, next).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -193,7 +208,7 @@ impl Save {
         if self.pid != std::process::id() {
             return None;
         }
-        let mut state = lock(&self.work.state);
+        let mut state = lock(&self.work.shared.state);
         let late = state.wanted.front().copied().map(|number| &mut state.late[number])?;
         let (tensor, nbytes) = (late.tensor, late.nbytes as usize);
         match &mut late.phase {
@@ -207,7 +222,7 @@ impl Save {
         if self.pid != std::process::id() {
             return;
         }
-        let mut state = lock(&self.work.state);
+        let mut state = lock(&self.work.shared.state);
         if let Some(number) = state.wanted.pop_front() {
             let phase = &mut state.late[number].phase;
             if let Phase::Wanted(made) = std::mem::replace(phase, Phase::Away) {
@@ -217,7 +232,12 @@ impl Save {
         // The time was not spent by the storage.
         state.moved = Instant::now();
         drop(state);
-        self.work.changed.notify_all();
+        self.work.shared.changed.notify_all();
+    }
+
+    /// Names of the files, the index last.
+    pub fn names(&self) -> &[OsString] {
+        &self.names
     }
 
     /// Bytes of the files written so far, and in all.
@@ -225,7 +245,7 @@ impl Save {
         if self.pid != std::process::id() {
             return (0, 0);
         }
-        let state = lock(&self.work.state);
+        let state = lock(&self.work.shared.state);
         (state.written, state.report.file_bytes)
     }
 
@@ -235,7 +255,7 @@ impl Save {
     /// `Forked`.
     pub fn report(&self) -> Result<SaveReport> {
         self.same_process()?;
-        Ok(lock(&self.work.state).report.clone())
+        Ok(lock(&self.work.shared.state).report.clone())
     }
 
     /// Gives up the save if it still runs, and waits until nothing of it runs. A call that hangs in the kernel is left
@@ -244,21 +264,21 @@ impl Save {
         if self.pid != std::process::id() {
             return;
         }
-        self.work.cancelled.store(true, Ordering::Relaxed);
+        self.work.shared.cancelled.store(true, Ordering::Relaxed);
         let mut threads = lock(&self.threads);
         if threads.is_empty() {
             return; // closed before: what hangs has been waited for
         }
-        let until = Instant::now() + GRACE;
-        let mut state = lock(&self.work.state);
-        self.work.changed.notify_all();
+        let until = Instant::now() + self.work.target.grace();
+        let mut state = lock(&self.work.shared.state);
+        self.work.shared.changed.notify_all();
         while state.working > 0 {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 threads.clear();
                 return;
             }
-            state = self.work.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self.work.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         drop(state);
         for thread in threads.drain(..) {

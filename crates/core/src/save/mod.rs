@@ -16,15 +16,19 @@
 
 mod chunks;
 mod crew;
+mod files;
 mod folder;
 mod handle;
 mod in_place;
 mod late;
+mod objects;
 mod output;
 mod plan;
+mod shared;
+mod target;
 
 pub use chunks::At;
-pub use crew::SaveReport;
 pub use handle::{Save, SaveRequest, Wanted};
 pub(crate) use output::Output;
 pub use plan::{Arrangement, FilePlan, SavePlan, Tensor};
+pub use shared::SaveReport;

@@ -77,6 +77,8 @@ pub struct SavePlan {
     pub files: Vec<FilePlan>,
     /// The text of the index file, if there are several shards.
     pub index: Option<String>,
+    /// Its name.
+    index_name: Option<String>,
     /// Bytes of all tensors.
     pub nbytes: u64,
 }
@@ -182,7 +184,26 @@ impl SavePlan {
             text.push('\n');
             text
         });
-        Ok(SavePlan { files, index, nbytes })
+        let index_name = index.as_ref().and(name.to_str()).map(|name| {
+            // The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
+            format!("{}{SUFFIX}{INDEX_SUFFIX}", name.strip_suffix(SUFFIX).unwrap_or(name))
+        });
+        Ok(SavePlan { files, index, index_name, nbytes })
+    }
+
+    /// Gives the shards other names: `model-TAG-00001-of-00002.safetensors`. The index keeps its own.
+    pub(super) fn tag_shards(&mut self, tag: &str) {
+        let Some(index) = &mut self.index else { return };
+        for (number, file) in self.files.iter_mut().enumerate() {
+            let old = file.name.to_string_lossy().into_owned();
+            let numbered = format!("-{:05}-of-", number + 1);
+            let new = match old.rsplit_once(&numbered) {
+                Some((stem, rest)) => format!("{stem}-{tag}{numbered}{rest}"),
+                None => continue,
+            };
+            *index = index.replace(&Value::from(old).to_string(), &Value::from(new.as_str()).to_string());
+            file.name = new.into();
+        }
     }
 
     /// Names of the files, the index file last.
@@ -190,11 +211,9 @@ impl SavePlan {
         self.files.iter().map(|f| f.name.clone()).chain(self.index_name().map(OsString::from)).collect()
     }
 
-    /// The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
+    /// The name of the index file, if there are several shards.
     pub(super) fn index_name(&self) -> Option<String> {
-        let first = self.files.first().filter(|_| self.index.is_some())?;
-        let (stem, _) = first.name.to_str()?.rsplit_once("-00001-of-")?;
-        Some(format!("{stem}{SUFFIX}{INDEX_SUFFIX}"))
+        self.index_name.clone()
     }
 }
 

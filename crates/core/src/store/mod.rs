@@ -33,6 +33,7 @@ mod sampled;
 mod stat;
 mod storage;
 mod stores;
+pub mod upload;
 mod version;
 mod watch;
 

@@ -11,6 +11,7 @@ use super::look::Look;
 use super::questions::Questions;
 use super::read_cost::Sample;
 use super::residency::Residency;
+use super::upload::Uploads;
 use super::version::Version;
 use super::watch::Watch;
 use crate::error::{Error, ErrorKind, Result};
@@ -140,6 +141,14 @@ pub trait Store: Send + Sync + Debug {
     /// # Errors
     /// `NotFound`, `Permission`, `Io`.
     fn list(&self, at: &Location) -> Result<Vec<Location>>;
+
+    /// The service that takes objects.
+    ///
+    /// # Errors
+    /// `Unsupported` where none does.
+    fn uploads(&self) -> Result<Arc<dyn Uploads>> {
+        Err(Error::new(ErrorKind::Unsupported, "addresses of this kind cannot be written to"))
+    }
 
     /// The first `first` bytes of an object, its size and its version, in one request.
     ///

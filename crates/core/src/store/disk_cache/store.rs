@@ -22,6 +22,7 @@ use crate::store::object::{content_of, CheckSize, CopyChecked, Head, Object, Obj
 use crate::store::read_cost::Sample;
 use crate::store::residency::Residency;
 use crate::store::stat::identity_of;
+use crate::store::upload::Uploads;
 use crate::store::version::{Identity, Version};
 use crate::store::watch::Watch;
 use crate::sync::{lock, Mutex};
@@ -333,6 +334,10 @@ impl Store for CachedStore {
 
     fn identity(&self, at: &Location) -> Option<String> {
         self.inner.identity(at)
+    }
+
+    fn uploads(&self) -> Result<Arc<dyn Uploads>> {
+        self.inner.uploads()
     }
 
     fn check_copy(&self, object: &Object, blocks: Range<u32>) -> Result<CopyChecked> {

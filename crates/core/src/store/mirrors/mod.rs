@@ -18,6 +18,7 @@ use super::look::Look;
 use super::object::{Head, Object, Objects, Store, Traffic};
 use super::read_cost::Sample;
 use super::residency::Residency;
+use super::upload::Uploads;
 use super::version::Version;
 use crate::error::{Error, ErrorKind, Result};
 use crate::source::{LaneSource, SourceRequest};
@@ -105,6 +106,10 @@ impl Store for MirroredStore {
 
     fn identity(&self, at: &Location) -> Option<String> {
         self.inner.identity(at)
+    }
+
+    fn uploads(&self) -> Result<Arc<dyn Uploads>> {
+        self.inner.uploads()
     }
 
     fn look(&self, at: &Location, times: usize) -> Result<Look> {

@@ -31,6 +31,7 @@ mod source;
 #[cfg(test)]
 mod toy;
 mod transfer;
+mod upload;
 mod whole;
 
 pub use self::aws::settings::{Addressing, ProfileSource, S3Settings};
@@ -61,6 +62,7 @@ use super::location::Location;
 use super::look::Look;
 use super::mirrors::Mirror;
 use super::object::{Head, Object, Objects, Store, Traffic};
+use super::upload::Uploads;
 use super::version::Version;
 use super::watch::{answered, stall};
 use crate::error::{Error, ErrorKind, Result};
@@ -231,6 +233,14 @@ impl Store for Web {
         }
         let expected = Expected { object: Some((object.size, object.version.clone())), range };
         fetch(&self.common, self.site(&object.location), expected).map(|fetched| fetched.bytes)
+    }
+
+    fn uploads(&self) -> Result<Arc<dyn Uploads>> {
+        let none = || {
+            let text = format!("{}:// addresses cannot be written to: give a folder, or s3://", self.name);
+            Err(Error::new(ErrorKind::Unsupported, text))
+        };
+        self.requests.clone().uploads().unwrap_or_else(none)
     }
 
     fn identity(&self, at: &Location) -> Option<String> {

@@ -7,3 +7,4 @@ mod redirect;
 pub(super) mod s3;
 mod services;
 pub(super) mod settings;
+mod upload;

@@ -5,6 +5,7 @@ use super::keys::{Aws, AwsKey};
 use super::place::S3Place;
 use super::redirect::{is_of_amazon, is_same_service, is_signed, region_of};
 use super::settings::{is_region, Addressing, S3Settings};
+use super::upload::S3Uploads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::Credentials;
@@ -16,6 +17,7 @@ use crate::store::remote::http::common::Common;
 use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::request::{Get, Listed, Requests};
 use crate::store::remote::listing::{list, parts, s3_query, Ask};
+use crate::store::upload::Uploads;
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
 use object_store::aws::{AwsAuthorizer, AwsCredential};
@@ -117,7 +119,7 @@ impl S3 {
         }
         let there = region_of(&address.server.host).filter(|_| is_moved && !lock(&self.regions).contains_key(bucket));
         let region = there.unwrap_or_else(|| self.region(bucket, key));
-        signature(address, credential, S3Place::signing(&region), self.settings().requester_pays)
+        signature("GET", address, &[], credential, S3Place::signing(&region), self.settings().requester_pays)
     }
 
     /// Whether a server that a redirect names is of the service that has the bucket.
@@ -126,6 +128,38 @@ impl S3 {
         let hosts = [Some(&own), key.place.endpoint.as_ref().map(|endpoint| &endpoint.server)];
         let has = |own: &Server| is_same_service(&own.host, &server.host);
         Ok(is_of_amazon(&server.host) || hosts.into_iter().flatten().any(has))
+    }
+
+    /// A request that writes to the object at this address: where it goes, its fields with their signature, and the number of
+    /// its credentials. Waits for these.
+    pub(super) fn worded(
+        &self,
+        at: &str,
+        method: &'static str,
+        query: &str,
+        fields: &[(&'static str, String)],
+    ) -> Result<(Address, String, u64)> {
+        let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
+        let worded = self.credentials.with_key(None, |key, generation| {
+            let (bucket, name) = bucket_and_key(at)?;
+            if name.is_empty() {
+                return Err(Error::invalid("it names a bucket, and no object in it"));
+            }
+            let region = self.region(bucket, key);
+            let Address { server, target } = self.place(bucket, &region, key)?;
+            let ask = if query.is_empty() { String::new() } else { format!("?{query}") };
+            let target = format!("{}/{}{ask}", target.trim_end_matches('/'), escaped(name));
+            let address = Address { server, target };
+            let fields = match &key.credential {
+                Some(credential) => {
+                    let region = S3Place::signing(&region);
+                    signature(method, &address, fields, credential, region, self.settings().requester_pays)?
+                }
+                None => fields.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect(),
+            };
+            Ok((address, fields, generation))
+        });
+        worded.unwrap_or_else(none)
     }
 
     /// The result of `made`, or a recent one for the same place.
@@ -203,18 +237,31 @@ impl Requests for S3 {
         )
     }
 
+    fn uploads(self: Arc<Self>) -> Option<Result<Arc<dyn Uploads>>> {
+        let common = self.credentials.common.clone();
+        Some(S3Uploads::new(self, common).map(|uploads| Arc::new(uploads) as Arc<dyn Uploads>))
+    }
+
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         bucket_and_key(&at.to_string()).map_err(|e| e.at(at))?;
         list(self, &self.credentials, at, |ask| self.page(ask))
     }
 }
 
-/// The fields that sign a request for this address.
-fn signature(address: &Address, credential: &AwsCredential, region: &str, payer: bool) -> Result<String> {
+/// These fields of a request, and those that sign it.
+fn signature(
+    method: &str,
+    address: &Address,
+    fields: &[(&'static str, String)],
+    credential: &AwsCredential,
+    region: &str,
+    payer: bool,
+) -> Result<String> {
     let failed = || Error::invalid("no request can be signed for this address");
     let uri = format!("{}{}", address.server.origin(), address.target);
-    let request = http::Request::builder().uri(uri).body(HttpRequestBody::empty());
-    let mut request = request.map_err(|_| failed())?;
+    let request = http::Request::builder().method(method).uri(uri);
+    let request = fields.iter().fold(request, |request, (name, value)| request.header(*name, value));
+    let mut request = request.body(HttpRequestBody::empty()).map_err(|_| failed())?;
     let authorizer = AwsAuthorizer::new(credential, "s3", region).with_sign_payload(false).with_request_payer(payer);
     authorizer.try_authorize(&mut request, None).map_err(|_| failed())?;
     let mut fields = String::new();

@@ -5,6 +5,7 @@
 use super::account::Account;
 use super::keys::{Azure, AzureKey, Credential};
 use super::settings::AzureSettings;
+use super::upload::AzureUploads;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::{Credentials, FoundKey};
@@ -17,6 +18,7 @@ use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::request::{bearer_field, Get, Listed, Requests};
 use crate::store::remote::listing::{list, parts, Ask};
 use crate::store::remote::pages::NextPage;
+use crate::store::upload::Uploads;
 use crate::wake::Wake;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -26,6 +28,10 @@ use std::time::{Duration, SystemTime};
 const VERSION: &str = "2023-11-03";
 /// A signature is valid for so long. It is made for one request: this is for clocks that differ.
 const SIGNED: Duration = Duration::from_secs(15 * 60);
+
+/// Permissions to read and to list, and those to write and to remove besides.
+const READS: &str = "rl";
+const WRITES: &str = "rcwdl";
 
 /// Makes requests for the objects of Azure Blob Storage.
 #[derive(Debug)]
@@ -43,9 +49,26 @@ impl AzureBlob {
     }
 }
 
+impl AzureBlob {
+    /// A request that writes to the blob at this address: where it goes, its fields, and the number of its credentials. Waits for
+    /// these.
+    pub(super) fn worded(&self, at: &str, query: &str, fields: &str) -> Result<(Address, String, u64)> {
+        let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
+        let worded = self.credentials.with_key(None, |key, generation| {
+            let Get { address: Address { server, mut target }, fields: own, .. } = made(at, key, generation, WRITES)?;
+            if !query.is_empty() {
+                target += if target.contains('?') { "&" } else { "?" };
+                target += query;
+            }
+            Ok((Address { server, target }, format!("{own}{fields}"), generation))
+        });
+        worded.unwrap_or_else(none)
+    }
+}
+
 impl Requests for AzureBlob {
     fn request(&self, at: &str, wake: Option<&Arc<Wake>>) -> Option<Result<Get>> {
-        self.credentials.with_key(wake, |key, generation| made(at, key, generation))
+        self.credentials.with_key(wake, |key, generation| made(at, key, generation, READS))
     }
 
     fn identity(&self, at: &str) -> Option<String> {
@@ -93,19 +116,24 @@ impl Requests for AzureBlob {
         self.credentials.explained(refusal, bare, &hints)
     }
 
+    fn uploads(self: Arc<Self>) -> Option<Result<Arc<dyn Uploads>>> {
+        let common = self.credentials.common.clone();
+        Some(AzureUploads::new(self, common).map(|uploads| Arc::new(uploads) as Arc<dyn Uploads>))
+    }
+
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {
         list(self, &self.credentials, at, page)
     }
 }
 
-fn made(at: &str, key: &AzureKey, generation: u64) -> Result<Get> {
+fn made(at: &str, key: &AzureKey, generation: u64, permissions: &str) -> Result<Get> {
     let (container, name) = parts(at)?;
     if name.is_empty() {
         return Err(Error::invalid("it names a container, and no blob in it"));
     }
     let AzureKey { credential, endpoint: Address { server, target } } = key;
     let mut target = format!("{}/{container}/{}", target.trim_end_matches('/'), escaped(name));
-    if let Some(pairs) = signed(container, key) {
+    if let Some(pairs) = signed(container, key, permissions) {
         target += &format!("?{}", form(&pairs));
     }
     let mut fields = format!("x-ms-version: {VERSION}\r\n");
@@ -116,7 +144,11 @@ fn made(at: &str, key: &AzureKey, generation: u64) -> Result<Get> {
 }
 
 /// The query that opens a container, where one does.
-fn signed(container: &str, AzureKey { credential, endpoint }: &AzureKey) -> Option<Vec<(String, String)>> {
+fn signed(
+    container: &str,
+    AzureKey { credential, endpoint }: &AzureKey,
+    permissions: &str,
+) -> Option<Vec<(String, String)>> {
     match credential {
         Credential::None | Credential::Token(_) => None,
         Credential::Signature(pairs) => Some(pairs.clone()),
@@ -126,6 +158,7 @@ fn signed(container: &str, AzureKey { credential, endpoint }: &AzureKey) -> Opti
                 account,
                 key,
                 container,
+                permissions,
                 &until.format("%Y-%m-%dT%H:%M:%SZ").to_string(),
                 endpoint.server.tls,
             ))
@@ -133,17 +166,25 @@ fn signed(container: &str, AzureKey { credential, endpoint }: &AzureKey) -> Opti
     }
 }
 
-/// A service SAS for a container (sr=c), to read (r) and to list (l). The text that is signed, in terms of 2020-12-06 and
+/// A service SAS for a container (sr=c). The text that is signed, in terms of 2020-12-06 and
 /// later: <https://learn.microsoft.com/rest/api/storageservices/create-service-sas>.
-fn signature(account: &str, key: &[u8], container: &str, until: &str, tls: bool) -> Vec<(String, String)> {
+fn signature(
+    account: &str,
+    key: &[u8],
+    container: &str,
+    permissions: &str,
+    until: &str,
+    tls: bool,
+) -> Vec<(String, String)> {
     use base64::Engine;
     let resource = format!("/blob/{account}/{container}");
     let protocol = if tls { "https" } else { "" };
     // Not said: when it begins, a stored policy, addresses; then: a snapshot, an encryption, five fields of the answer.
-    let text = ["rl", "", until, &resource, "", "", protocol, VERSION, "c", "", "", "", "", "", "", ""].join("\n");
+    let text =
+        [permissions, "", until, &resource, "", "", protocol, VERSION, "c", "", "", "", "", "", "", ""].join("\n");
     let tag = ring::hmac::sign(&ring::hmac::Key::new(ring::hmac::HMAC_SHA256, key), text.as_bytes());
     let sig = base64::prelude::BASE64_STANDARD.encode(tag);
-    let pairs = [("sv", VERSION), ("sr", "c"), ("sp", "rl"), ("se", until), ("spr", protocol), ("sig", &sig)];
+    let pairs = [("sv", VERSION), ("sr", "c"), ("sp", permissions), ("se", until), ("spr", protocol), ("sig", &sig)];
     let said = pairs.into_iter().filter(|(_, value)| !value.is_empty());
     said.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
@@ -159,7 +200,7 @@ fn page(ask: &Ask<'_, AzureKey>) -> Result<Get> {
             if let NextPage::Token(marker) = ask.page {
                 pairs.push(("marker", marker));
             }
-            let signed = signed(ask.bucket, ask.key).unwrap_or_default();
+            let signed = signed(ask.bucket, ask.key, READS).unwrap_or_default();
             pairs.extend(signed.iter().map(|(name, value)| (&**name, &**value)));
             let target = format!("{}/{}?{}", target.trim_end_matches('/'), ask.bucket, form(&pairs));
             Address { server: server.clone(), target }

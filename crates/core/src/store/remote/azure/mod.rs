@@ -4,3 +4,4 @@ mod account;
 pub(super) mod blob;
 pub(super) mod keys;
 pub(super) mod settings;
+mod upload;

@@ -3,7 +3,8 @@
 
 use super::keys::Google;
 use super::settings::GcsSettings;
-use crate::error::{Error, Result};
+use super::upload::GcsUploads;
+use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::Credentials;
 use crate::store::remote::auth::tokens::form;
@@ -14,6 +15,7 @@ use crate::store::remote::http::common::Common;
 use crate::store::remote::http::escaping::escaped;
 use crate::store::remote::http::request::{bearer_field, Get, Listed, Requests};
 use crate::store::remote::listing::{list, parts, s3_query, Ask};
+use crate::store::upload::Uploads;
 use crate::wake::Wake;
 use std::sync::Arc;
 
@@ -49,6 +51,15 @@ impl Gcs {
         let target = format!("{}/{bucket}/{}", target.trim_end_matches('/'), escaped(key));
         let fields = token.map_or_else(String::new, bearer_field);
         Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
+    }
+
+    /// Where requests that write go, with which token, and the number of these credentials. Waits for them.
+    pub(super) fn opened(&self) -> Result<(Address, Option<String>, u64)> {
+        let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
+        let opened = self
+            .credentials
+            .with_key(None, |token, generation| Ok((self.endpoint(token.as_deref())?, token.clone(), generation)));
+        opened.unwrap_or_else(none)
     }
 
     /// The request for a page of a listing.
@@ -89,6 +100,11 @@ impl Requests for Gcs {
     fn identity(&self, at: &str) -> Option<String> {
         let Address { server, target } = self.credentials.finder().endpoint().ok()?;
         Some(format!("{}{target} {at}", server.origin()))
+    }
+
+    fn uploads(self: Arc<Self>) -> Option<Result<Arc<dyn Uploads>>> {
+        let common = self.credentials.common.clone();
+        Some(GcsUploads::new(self, common).map(|uploads| Arc::new(uploads) as Arc<dyn Uploads>))
     }
 
     fn list(&self, at: &Location) -> Result<Vec<Listed>> {

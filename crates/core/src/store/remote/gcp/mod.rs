@@ -3,3 +3,4 @@
 pub(super) mod gcs;
 pub(super) mod keys;
 pub(super) mod settings;
+mod upload;

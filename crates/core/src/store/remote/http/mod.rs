@@ -12,6 +12,7 @@ pub(super) mod control;
 pub(super) mod escaping;
 pub(super) mod interfaces;
 pub(super) mod jitter;
+pub(super) mod line;
 pub(super) mod names;
 pub(super) mod proxy;
 pub(super) mod racing;

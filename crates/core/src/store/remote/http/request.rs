@@ -5,6 +5,7 @@ use super::answer::Refused;
 use super::settings::Bearer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
+use crate::store::upload::Uploads;
 use crate::wake::Wake;
 use std::fmt::{self, Debug};
 use std::ops::Range;
@@ -65,6 +66,11 @@ pub(in crate::store::remote) trait Requests: Send + Sync + Debug {
     fn identity(&self, at: &str) -> Option<String> {
         let Address { server, target } = Address::parse(at).ok()?;
         Some(format!("{}{}", server.origin(), without_signature(&target)))
+    }
+
+    /// The service that takes objects; `None`: none of this kind does.
+    fn uploads(self: Arc<Self>) -> Option<Result<Arc<dyn Uploads>>> {
+        None
     }
 
     /// The objects under an address. May block.

@@ -6,7 +6,7 @@ mod held;
 mod link;
 mod links;
 pub(super) mod net;
-mod node_budget;
+pub(super) mod node_budget;
 mod pace;
 mod parting;
 mod proxied;

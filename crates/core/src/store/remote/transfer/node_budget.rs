@@ -6,6 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::store::remote::http::jitter::Jitter;
+use crate::store::remote::http::settings::NodeSettings;
 use crate::sync::{lock, Mutex};
 use std::collections::HashSet;
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -70,6 +71,33 @@ pub(super) fn usual_folder() -> PathBuf {
         shared.join(name)
     } else {
         Path::new("/tmp").join(name)
+    }
+}
+
+/// A part of the node's budget that several threads share.
+#[derive(Debug)]
+pub(in crate::store::remote) struct SharedBudget(Mutex<NodeBudget>);
+
+impl SharedBudget {
+    /// A part of the budget of these settings.
+    ///
+    /// # Errors
+    /// As for [`NodeBudget::join`].
+    pub(in crate::store::remote) fn join(settings: &NodeSettings) -> Result<SharedBudget> {
+        let folder = settings.folder.clone().unwrap_or_else(usual_folder);
+        NodeBudget::join(&folder, settings.connections, Jitter::random()).map(|joined| SharedBudget(Mutex::new(joined)))
+    }
+
+    /// Takes a connection, if one is free.
+    pub(in crate::store::remote) fn take(&self) -> Option<Permit> {
+        let mut budget = lock(&self.0);
+        let (now, held) = (Instant::now(), lock(&budget.locks.held).len());
+        (held < budget.limit(now)).then(|| budget.take(now)).flatten()
+    }
+
+    /// True if others may want a connection that nothing is asked on.
+    pub(in crate::store::remote) fn gives_way(&self) -> bool {
+        lock(&self.0).gives_way(true)
     }
 }
 

@@ -1,0 +1,510 @@
+//! The objects of a save in a bucket: parts are sent as they are filled, and nothing is written to a disk.
+//!
+//! A reader of the prefix sees the old checkpoint or the new one. One request makes the new one visible: the PUT of the index,
+//! or the end of the upload of a single file. Where the old file would hide it, the removal of that file does. Shards get names
+//! that are not there yet, so no shard of the old checkpoint is replaced while a reader has it. What was visible before goes
+//! afterwards, the index first.
+//!
+//! Two saves to one prefix: the visible object is written on the condition that it is still the one that was there at the
+//! start. The later save fails.
+
+use super::chunks::{Chunk, ChunkPart, Supply};
+use super::folder::belongs;
+use super::plan::{SavePlan, INDEX_SUFFIX, SUFFIX};
+use super::shared::{SaveReport, Shared};
+use super::target::{Target, Written};
+use crate::error::{Error, ErrorKind, Result};
+use crate::fallback::Fallback;
+use crate::store::upload::{Patient, Precondition, Upload, UploadWatch, Uploaded, Uploads};
+use crate::store::{Location, Store};
+use crate::sync::{lock, Mutex};
+use std::ffi::OsStr;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long a failed save takes at most to have the server forget its parts.
+const CLEARING: Duration = Duration::from_secs(10);
+/// How long a save that was given up waits for an answer which tells what there is to be cleared.
+const LINGERING: Duration = Duration::from_secs(5);
+/// The name of a single file that hides an index, for readers such as transformers. Of other names the index hides the file.
+const HIDES: &str = "model.safetensors";
+
+/// See the module's documentation.
+pub(super) struct ObjectsTarget {
+    uploads: Arc<dyn Uploads>,
+    folder: Location,
+    objects: Vec<ObjectUnderWay>,
+    /// Bytes of each part but the last.
+    part: u64,
+    in_order: bool,
+    index: Option<(Location, String)>,
+    before: Before,
+    /// Whether the new checkpoint is visible.
+    visible: Mutex<Visible>,
+}
+
+/// Whether readers take what was sent for the checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Visible {
+    No,
+    Yes,
+    /// The server was asked for that, and has not said what came of it.
+    Unknown,
+}
+
+/// One object of a save.
+struct ObjectUnderWay {
+    at: Location,
+    size: u64,
+    /// Chunks that have not been sent.
+    left: AtomicUsize,
+    stage: Mutex<Stage>,
+}
+
+enum Stage {
+    Away,
+    Sending(Arc<dyn Upload>),
+    /// It may be there: the server was told that all parts are.
+    Finishing(Arc<dyn Upload>),
+    /// It is there.
+    There(Uploaded),
+}
+
+/// The checkpoint of this name that was there when the save began.
+#[derive(Debug, Default)]
+struct Before {
+    /// Objects that the new checkpoint replaces, the index first.
+    earlier: Vec<Location>,
+    /// The single file and its version.
+    single: Option<(Location, Option<String>)>,
+    /// The index and its version.
+    index: Option<(Location, Option<String>)>,
+    /// True if the server does not say which objects there are.
+    is_unlisted: bool,
+}
+
+/// The save that waits for an upload.
+struct SaveWatch<'s>(&'s Shared);
+
+impl UploadWatch for SaveWatch<'_> {
+    fn check(&self) -> Result<()> {
+        match self.0.is_over() {
+            true => Err(Error::new(ErrorKind::Cancelled, "the save was given up")),
+            false => Ok(()),
+        }
+    }
+
+    fn moved(&self) {
+        lock(&self.0.state).moved = Instant::now();
+    }
+
+    fn again(&self, why: &Error) {
+        let reason = why.message().to_owned();
+        self.0.count_retry(Fallback { from: "upload", to: "sending it again", reason });
+    }
+}
+
+/// A save that waits for an answer which it needs, also when it was given up: for a while.
+struct Lingering<'s>(SaveWatch<'s>, Mutex<Option<Instant>>);
+
+impl<'s> Lingering<'s> {
+    fn of(shared: &'s Shared) -> Lingering<'s> {
+        Lingering(SaveWatch(shared), Mutex::new(None))
+    }
+}
+
+impl UploadWatch for Lingering<'_> {
+    fn check(&self) -> Result<()> {
+        let Err(e) = self.0.check() else { return Ok(()) };
+        let since = *lock(&self.1).get_or_insert_with(Instant::now);
+        if since.elapsed() < LINGERING {
+            return Ok(());
+        }
+        Err(e)
+    }
+
+    fn moved(&self) {
+        self.0.moved();
+    }
+
+    fn again(&self, why: &Error) {
+        self.0.again(why);
+    }
+}
+
+/// A wait for at most so long.
+struct Until(Instant);
+
+impl UploadWatch for Until {
+    fn check(&self) -> Result<()> {
+        match Instant::now() < self.0 {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Timeout, "the server did not answer in time")),
+        }
+    }
+
+    fn moved(&self) {}
+}
+
+impl ObjectsTarget {
+    /// Asks what is under the address, and names the objects of a plan. Nothing is written.
+    ///
+    /// # Errors
+    /// `Unsupported` where nothing can be written; `Permission`, `NotFound`, `Io` of the server; `Invalid` for an object that
+    /// is too large for it.
+    pub(super) fn new(
+        plan: &mut SavePlan,
+        folder: &Location,
+        store: &Arc<dyn Store>,
+        checkpoint: Option<&str>,
+        extent: u64,
+        report: &mut SaveReport,
+    ) -> Result<ObjectsTarget> {
+        let uploads = store.uploads().map_err(|e| e.at(folder))?;
+        let limits = uploads.limits();
+        let part = part_of(plan, &*uploads, extent).map_err(|e| e.at(folder))?;
+        let name = plan.files.first().map(|file| file.name.clone()).unwrap_or_default();
+        let before = match checkpoint {
+            Some(name) => Before::find(store, &*uploads, folder, name, report)?,
+            None => Before::of_object(&*uploads, folder.within(&name))?,
+        };
+        let is_taken = |name: &OsStr| before.earlier.iter().any(|at| at.file_name() == name);
+        if plan.index.is_some() && (before.is_unlisted || plan.files.iter().any(|file| is_taken(&file.name))) {
+            plan.tag_shards(&tag());
+        }
+        let object = |file: &super::plan::FilePlan| ObjectUnderWay {
+            at: folder.within(&file.name),
+            size: file.size,
+            left: AtomicUsize::new(file.size.div_ceil(part) as usize),
+            stage: Mutex::new(Stage::Away),
+        };
+        let objects = plan.files.iter().map(object).collect();
+        let index = plan.index_name().map(|name| folder.within(OsStr::new(&name))).zip(plan.index.clone());
+        let (folder, in_order) = (folder.clone(), limits.in_order);
+        let visible = Mutex::new(Visible::No);
+        Ok(ObjectsTarget { uploads, folder, objects, part, in_order, index, before, visible })
+    }
+
+    /// Bytes of each chunk.
+    pub(super) fn part(&self) -> u64 {
+        self.part
+    }
+
+    /// Most requests at the same time.
+    pub(super) fn connections(&self) -> usize {
+        self.uploads.connections()
+    }
+
+    /// True if a checkpoint is visible as soon as this object is there.
+    fn is_visible(&self, object: &ObjectUnderWay) -> bool {
+        self.index.is_none() && object.at == self.objects[0].at
+    }
+
+    /// The condition of the visible object: it is as it was at the start.
+    fn condition(&self, at: &Location) -> Precondition {
+        let known = [&self.before.single, &self.before.index].into_iter().flatten().find(|(known, _)| known == at);
+        match known {
+            Some((_, Some(version))) => Precondition::Version(version.clone()),
+            Some((_, None)) => Precondition::Always,
+            None if self.before.is_unlisted => Precondition::Always,
+            None => Precondition::Absent,
+        }
+    }
+
+    fn upload(&self, object: &ObjectUnderWay, shared: &Shared) -> Result<Arc<dyn Upload>> {
+        let mut stage = lock(&object.stage);
+        match &*stage {
+            Stage::Sending(upload) => Ok(upload.clone()),
+            Stage::Finishing(_) | Stage::There(_) => {
+                Err(Error::new(ErrorKind::Internal, "a part of an object that is complete"))
+            }
+            Stage::Away => {
+                let condition = match self.is_visible(object) {
+                    true => self.condition(&object.at),
+                    false => Precondition::Absent,
+                };
+                // Its answer has the number by which it can be given up.
+                let watch = Lingering::of(shared);
+                watch.0.check()?;
+                let upload = self.uploads.begin(&object.at, object.size, self.part, &condition, &watch)?;
+                let upload: Arc<dyn Upload> = upload.into();
+                *stage = Stage::Sending(upload.clone());
+                Ok(upload)
+            }
+        }
+    }
+
+    fn send(&self, shared: &Shared, chunk: &Chunk, bytes: &[&[u8]]) -> Result<Written> {
+        let (object, watch) = (&self.objects[chunk.file], SaveWatch(shared));
+        let range = chunk.offset..chunk.offset + chunk.len;
+        let located = |e: Error| e.at(&object.at).range(range.clone());
+        let upload = self.upload(object, shared).map_err(located)?;
+        upload.part((chunk.offset / self.part) as u32, chunk.offset, bytes, &watch).map_err(located)?;
+        if object.left.fetch_sub(1, Ordering::AcqRel) == 1 && !self.is_visible(object) {
+            self.finish(object, &Lingering::of(shared))?;
+        }
+        Ok(Written { direct: 0, calls: 1 })
+    }
+
+    fn finish(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<()> {
+        let mut stage = lock(&object.stage);
+        if let Stage::Sending(upload) = &*stage {
+            let upload = upload.clone();
+            *stage = Stage::Finishing(upload.clone());
+            *stage = Stage::There(upload.finish(watch).map_err(|e| e.at(&object.at))?);
+        }
+        Ok(())
+    }
+
+    /// Lets go of an object of a save that failed.
+    fn clear_one(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<()> {
+        // A single file that is there is the new checkpoint. A shard is of no use without the index.
+        let is_shard = !self.is_visible(object);
+        let remove = || if is_shard { self.uploads.remove(&object.at, watch) } else { Ok(()) };
+        match std::mem::replace(&mut *lock(&object.stage), Stage::Away) {
+            Stage::Away => Ok(()),
+            Stage::Sending(upload) => upload.abort(watch),
+            Stage::Finishing(upload) => upload.abort(watch).and_then(|()| remove()),
+            Stage::There(_) => remove(),
+        }
+    }
+
+    /// Makes the new checkpoint visible.
+    fn publish(&self, watch: &dyn UploadWatch) -> Result<()> {
+        let (visible, hides) = match &self.index {
+            Some((at, text)) => {
+                let put = self.uploads.put(at, text.as_bytes(), &self.condition(at), watch);
+                put.inspect_err(|e| *lock(&self.visible) = after(e))?;
+                (at, self.before.single.as_ref().filter(|(at, _)| at.file_name() == HIDES))
+            }
+            None => {
+                let object = &self.objects[0];
+                self.finish(object, watch)?;
+                (&object.at, self.before.index.as_ref().filter(|_| object.at.file_name() != HIDES))
+            }
+        };
+        if let Some((at, version)) = hides {
+            self.unhide(visible, at, version.as_deref(), watch)?;
+        }
+        *lock(&self.visible) = Visible::Yes;
+        Ok(())
+    }
+
+    /// Removes what hides the new checkpoint, if it is still what it was.
+    fn unhide(&self, new: &Location, at: &Location, version: Option<&str>, watch: &dyn UploadWatch) -> Result<()> {
+        let removed = match self.uploads.version(at, watch) {
+            Ok(None) => return Ok(()),
+            Ok(Some(now)) if version.is_some_and(|version| version != now) => {
+                Err(Error::new(ErrorKind::Changed, "another program has written this object meanwhile"))
+            }
+            Ok(Some(_)) => self.uploads.remove(at, watch).inspect_err(|e| *lock(&self.visible) = after(e)),
+            Err(e) => Err(e),
+        };
+        let Err(e) = removed else { return Ok(()) };
+        if *lock(&self.visible) != Visible::No {
+            return Err(e.at(at));
+        }
+        let left = match self.uploads.remove(new, watch) {
+            Ok(()) => String::new(),
+            Err(_) => format!("; {} stays, and is of no use", new.as_path().display()),
+        };
+        let text = "as long as it is there, readers take it for the checkpoint, so the old checkpoint stays";
+        Err(e.at(at).reworded(|why| format!("cannot remove it: {why}; {text}{left}")))
+    }
+
+    /// Removes the objects of the earlier checkpoint. What may not be removed is told, and stays.
+    fn remove_earlier(&self, shared: &Shared) -> Result<()> {
+        let index = self.index.iter().map(|(at, _)| at);
+        let new: Vec<&Location> = self.objects.iter().map(|object| &object.at).chain(index).collect();
+        let (mut stay, mut failed) = (Vec::new(), None);
+        for at in self.before.earlier.iter().filter(|at| !new.contains(at)) {
+            match self.uploads.remove(at, &Patient) {
+                Ok(()) => {}
+                Err(e) if is_refusal(&e) => stay.push((at, e)),
+                Err(e) => {
+                    let doing = "cannot remove this object of an earlier save (the new save is complete)";
+                    failed.get_or_insert(e.at(at).reworded(|why| format!("{doing}: {why}")));
+                }
+            }
+        }
+        if let Some((_, e)) = stay.first() {
+            let names: Vec<_> = stay.iter().map(|(at, _)| at.file_name().to_string_lossy().into_owned()).collect();
+            let reason = format!("{} stay: {}", names.join(", "), e.message());
+            shared.add_fallback(Fallback { from: "removing the earlier checkpoint", to: "leaving it", reason });
+        }
+        failed.map_or(Ok(()), Err)
+    }
+}
+
+impl Target for ObjectsTarget {
+    fn is_in_order(&self, _file: usize) -> bool {
+        self.in_order
+    }
+
+    fn write(&self, shared: &Shared, chunk: &Chunk, from: *mut u8) -> Result<Written> {
+        // SAFETY: a slab has room for a chunk, and it is this thread's alone.
+        let bytes = unsafe { std::slice::from_raw_parts(from, chunk.len as usize) };
+        self.send(shared, chunk, &[bytes])
+    }
+
+    fn write_from_place(&self, shared: &Shared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written> {
+        let piece = |piece: &ChunkPart| match piece.from {
+            // SAFETY: the save keeps the tensor's memory alive. If its owner writes to it meanwhile, the checksum does not fit,
+            // and the server refuses the part.
+            Supply::Host(at) => Ok(unsafe { std::slice::from_raw_parts(at as *const u8, piece.len as usize) }),
+            _ => Err(Error::new(ErrorKind::Internal, "memory of a GPU was to be sent from its place")),
+        };
+        let bytes = pieces.iter().filter(|one| one.len > 0).map(piece).collect::<Result<Vec<&[u8]>>>()?;
+        self.send(shared, chunk, &bytes)
+    }
+
+    fn conclude(&self, shared: &Shared) -> Result<()> {
+        let watch = SaveWatch(shared);
+        watch
+            .check()
+            .map_err(|e| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned()))?;
+        self.publish(&watch)?;
+        let is_checked =
+            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), Stage::There(there) if there.is_checked);
+        if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
+            let reason = format!("{}: the server says no checksum", object.at.as_path().display());
+            shared.add_fallback(Fallback { from: "checksum by the server", to: "none", reason });
+        }
+        self.remove_earlier(shared)
+    }
+
+    fn clear(&self, _shared: &Shared, is_complete: bool) -> Vec<String> {
+        let visible = *lock(&self.visible);
+        if is_complete || visible == Visible::Yes {
+            return Vec::new();
+        }
+        if visible == Visible::Unknown {
+            let text = "all objects of the new checkpoint, because the server has not said whether it is visible now";
+            return vec![text.to_owned()];
+        }
+        let watch = Until(Instant::now() + CLEARING);
+        let (mut left, mut reason) = (Vec::new(), None);
+        for object in &self.objects {
+            if let Err(e) = self.clear_one(object, &watch) {
+                left.push(object.at.as_path().display().to_string());
+                reason.get_or_insert(e);
+            }
+        }
+        if let (Some(last), Some(e)) = (left.last_mut(), reason) {
+            *last += &format!(" ({})", e.message());
+        }
+        left
+    }
+
+    fn uses_disk(&self) -> bool {
+        false
+    }
+
+    fn grace(&self) -> Duration {
+        LINGERING + CLEARING + Duration::from_secs(1)
+    }
+}
+
+impl std::fmt::Debug for ObjectsTarget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ObjectsTarget").field("folder", &self.folder).finish_non_exhaustive()
+    }
+}
+
+/// Bytes of each part of the objects of a plan.
+fn part_of(plan: &SavePlan, uploads: &dyn Uploads, extent: u64) -> Result<u64> {
+    let limits = uploads.limits();
+    let largest = plan.files.iter().map(|file| file.size).max().unwrap_or_default();
+    limits.part(largest, extent).ok_or_else(|| {
+        let most = limits.most.saturating_mul(limits.parts);
+        Error::invalid(format!("an object of {largest} bytes is too large for this service, which takes {most}"))
+    })
+}
+
+/// What is known after a request that was to make the checkpoint visible has failed so.
+fn after(e: &Error) -> Visible {
+    let is_refused = e.status().is_some_and(|status| (400..500).contains(&status) && status != 408);
+    match is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission) {
+        true => Visible::No,
+        false => Visible::Unknown,
+    }
+}
+
+/// True if a server lets these credentials not do that.
+fn is_refusal(e: &Error) -> bool {
+    e.kind() == ErrorKind::Permission && e.status().is_some()
+}
+
+/// A tag for the names of shards.
+fn tag() -> String {
+    // Keys of the process' hash tables are random.
+    format!("s{:08x}", RandomState::new().hash_one(Instant::now()) as u32)
+}
+
+impl Before {
+    /// The object that a save of one file replaces.
+    fn of_object(uploads: &dyn Uploads, at: Location) -> Result<Before> {
+        let single = match uploads.version(&at, &Patient) {
+            Ok(None) => None,
+            Ok(version) => Some((at, version)),
+            // Nobody may look at it: then there is no condition.
+            Err(e) if is_refusal(&e) => Some((at, None)),
+            Err(e) => return Err(e.at(&at)),
+        };
+        Ok(Before { single, ..Before::default() })
+    }
+
+    fn find(
+        store: &Arc<dyn Store>,
+        uploads: &dyn Uploads,
+        folder: &Location,
+        name: &str,
+        report: &mut SaveReport,
+    ) -> Result<Before> {
+        let listed = match store.list(&in_folder(folder)) {
+            Ok(listed) => listed,
+            Err(e) if e.kind() == ErrorKind::NotFound => Vec::new(),
+            Err(e) if is_refusal(&e) => {
+                let reason = e.message().to_owned();
+                report.fallbacks.push(Fallback { from: "listing the prefix", to: "leaving what is there", reason });
+                return Ok(Before { is_unlisted: true, ..Before::of_unlisted(uploads, folder, name)? });
+            }
+            Err(e) => return Err(e.at(folder)),
+        };
+        let mut earlier: Vec<Location> =
+            listed.into_iter().filter(|at| at.file_name().to_str().is_some_and(|found| belongs(found, name))).collect();
+        earlier.sort_by_key(|at| at.ending() != Some("json"));
+        let mut before = Before { earlier, ..Before::default() };
+        let (single, index) = visible(folder, name);
+        for (at, slot) in [(single, &mut before.single), (index, &mut before.index)] {
+            if before.earlier.contains(&at) {
+                *slot = Before::of_object(uploads, at)?.single;
+            }
+        }
+        Ok(before)
+    }
+
+    /// The same where nothing is listed.
+    fn of_unlisted(uploads: &dyn Uploads, folder: &Location, name: &str) -> Result<Before> {
+        let (single, index) = visible(folder, name);
+        let (single, index) = (Before::of_object(uploads, single)?.single, Before::of_object(uploads, index)?.single);
+        Ok(Before { single, index, ..Before::default() })
+    }
+}
+
+/// The single file and the index of a checkpoint of this name.
+fn visible(folder: &Location, name: &str) -> (Location, Location) {
+    let stem = name.strip_suffix(SUFFIX).unwrap_or(name);
+    let index = format!("{stem}{SUFFIX}{INDEX_SUFFIX}");
+    (folder.within(OsStr::new(name)), folder.within(OsStr::new(&index)))
+}
+
+/// The address as a listing wants it: a folder.
+fn in_folder(folder: &Location) -> Location {
+    match folder {
+        Location::Url(text) if !text.ends_with('/') => Location::Url(format!("{text}/")),
+        other => other.clone(),
+    }
+}

@@ -1,0 +1,51 @@
+//! The place where the files of a save go: a folder, or a bucket.
+
+use super::chunks::{Chunk, ChunkPart};
+use super::shared::Shared;
+use crate::error::Result;
+use std::time::Duration;
+
+/// How a chunk was written.
+#[derive(Debug, Default)]
+pub(super) struct Written {
+    /// Bytes that went past the page cache.
+    pub(super) direct: u64,
+    /// System calls, or requests.
+    pub(super) calls: u64,
+}
+
+/// See the module's documentation.
+pub(super) trait Target: Send + Sync {
+    /// True if the chunks of this file are written one after the other.
+    fn is_in_order(&self, file: usize) -> bool;
+
+    /// Writes a chunk out of a slab, which has room for whole pages.
+    ///
+    /// # Errors
+    /// The errors of writing; they name the file and the range.
+    fn write(&self, shared: &Shared, chunk: &Chunk, from: *mut u8) -> Result<Written>;
+
+    /// Writes a chunk from where its bytes are, in memory of this process.
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
+    fn write_from_place(&self, shared: &Shared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written>;
+
+    /// Everything is written: gives the files their names, the index last.
+    ///
+    /// # Errors
+    /// The errors of that; `Cancelled` if the save was given up before.
+    fn conclude(&self, shared: &Shared) -> Result<()>;
+
+    /// Lets go of the files that have not got their names; of all of them unless `is_complete`. Returns those that stay in spite
+    /// of that, in words.
+    fn clear(&self, shared: &Shared, is_complete: bool) -> Vec<String>;
+
+    /// True if a disk of this machine is busy with it.
+    fn uses_disk(&self) -> bool;
+
+    /// How long dropping a save waits for what is in progress.
+    fn grace(&self) -> Duration {
+        Duration::from_secs(2)
+    }
+}

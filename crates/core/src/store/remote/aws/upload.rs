@@ -1,0 +1,306 @@
+//! Objects of S3 that are written, in parts (multipart upload): `CreateMultipartUpload`, `UploadPart`,
+//! `CompleteMultipartUpload`. <https://docs.aws.amazon.com/AmazonS3/latest/API/API_CreateMultipartUpload.html>
+//!
+//! Each part is sent with its CRC32C, which the server compares, and says in its answer. Servers that do not know checksums
+//! ignore it: then [`Uploaded::is_checked`] is false.
+
+use super::s3::S3;
+use crate::error::{Error, ErrorKind, Result};
+use crate::store::location::Location;
+use crate::store::remote::auth::tokens::form;
+use crate::store::remote::http::common::Common;
+use crate::store::remote::http::xml;
+use crate::store::remote::upload::{Courier, Order, Reply};
+use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
+use crate::sync::{lock, Mutex};
+use base64::prelude::{Engine, BASE64_STANDARD};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+const LIMITS: PartLimits = PartLimits { least: 5 << 20, most: 5 << 30, parts: 10_000, step: 1, in_order: false };
+/// The field of a part's checksum.
+const SUM: &str = "x-amz-checksum-crc32c";
+
+/// Takes objects for buckets of S3.
+#[derive(Debug)]
+pub(super) struct S3Uploads {
+    s3: Arc<S3>,
+    courier: Arc<Courier>,
+}
+
+/// An object in parts.
+struct S3Upload {
+    s3: Arc<S3>,
+    courier: Arc<Courier>,
+    at: Location,
+    id: String,
+    size: u64,
+    condition: Precondition,
+    /// ETag and CRC32C of each part that the server has, and whether the server has compared it.
+    parts: Mutex<BTreeMap<u32, Part>>,
+}
+
+struct Part {
+    etag: String,
+    crc: u32,
+    is_checked: bool,
+}
+
+impl S3Uploads {
+    pub(super) fn new(s3: Arc<S3>, common: Arc<Common>) -> Result<S3Uploads> {
+        Ok(S3Uploads { s3, courier: Arc::new(Courier::new(common)?) })
+    }
+
+    fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
+        send(&self.s3, &self.courier, ask, body, expected, watch)
+    }
+}
+
+/// A request for one object.
+struct Ask<'a> {
+    at: &'a Location,
+    method: &'static str,
+    query: &'a [(&'static str, String)],
+    fields: &'a [(&'static str, String)],
+}
+
+fn send(
+    s3: &Arc<S3>,
+    courier: &Courier,
+    ask: &Ask<'_>,
+    body: &[&[u8]],
+    expected: &[u16],
+    watch: &dyn UploadWatch,
+) -> Result<Reply> {
+    let at = ask.at.to_string();
+    let word = || {
+        let (address, fields, generation) = s3.worded(&at, ask.method, &form(ask.query), ask.fields)?;
+        Ok(Order { method: ask.method, address, fields, generation })
+    };
+    courier.send(&**s3, &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
+}
+
+/// The fields of a condition.
+fn condition(condition: &Precondition) -> Vec<(&'static str, String)> {
+    match condition {
+        Precondition::Always => Vec::new(),
+        Precondition::Absent => vec![("if-none-match", "*".to_owned())],
+        Precondition::Version(etag) => vec![("if-match", etag.clone())],
+    }
+}
+
+/// The error of a condition that does not hold.
+fn changed(at: &Location, reply: &Reply) -> Error {
+    let text = format!("another program has written this object meanwhile ({})", reply.shown);
+    Error::new(ErrorKind::Changed, text).at(at).answered(reply.status, None)
+}
+
+fn sum(crc: u32) -> String {
+    BASE64_STANDARD.encode(crc.to_be_bytes())
+}
+
+fn crc_of(bytes: &[&[u8]]) -> u32 {
+    bytes.iter().fold(0, |crc, part| crc32c::crc32c_append(crc, part))
+}
+
+impl Uploads for S3Uploads {
+    fn limits(&self) -> PartLimits {
+        LIMITS
+    }
+
+    fn begin(
+        &self,
+        at: &Location,
+        size: u64,
+        _part: u64,
+        condition: &Precondition,
+        watch: &dyn UploadWatch,
+    ) -> Result<Box<dyn Upload>> {
+        let fields = [("x-amz-checksum-algorithm", "CRC32C".to_owned()), ("content-type", content_type(at))];
+        let ask = Ask { at, method: "POST", query: &[("uploads", String::new())], fields: &fields };
+        let reply = self.send(&ask, &[], &[], watch)?;
+        let found = texts(&reply, "InitiateMultipartUploadResult", at)?;
+        let id = found.get("UploadId").filter(|id| !id.is_empty()).cloned();
+        let id = id.ok_or_else(|| reply.unexpected("no number of the upload (UploadId) was given").at(at))?;
+        let (s3, courier, at, condition) = (self.s3.clone(), self.courier.clone(), at.clone(), condition.clone());
+        Ok(Box::new(S3Upload { s3, courier, at, id, size, condition, parts: Mutex::default() }))
+    }
+
+    fn put(&self, at: &Location, bytes: &[u8], when: &Precondition, watch: &dyn UploadWatch) -> Result<Uploaded> {
+        let crc = sum(crc32c::crc32c(bytes));
+        let mut fields = condition(when);
+        fields.extend([(SUM, crc.clone()), ("content-type", content_type(at))]);
+        let ask = Ask { at, method: "PUT", query: &[], fields: &fields };
+        let reply = self.send(&ask, &[bytes], &[412], watch)?;
+        if reply.status != 412 {
+            return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
+        }
+        // It may be there because of an earlier try whose answer was lost.
+        if reply.is_repeated {
+            if let Some(found) = self.is_there(at, bytes.len() as u64, &crc, watch)? {
+                return Ok(found);
+            }
+        }
+        Err(changed(at, &reply))
+    }
+
+    fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
+        let ask = Ask { at, method: "HEAD", query: &[], fields: &[] };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        Ok((reply.status != 404).then(|| reply.field("etag").unwrap_or_default()))
+    }
+
+    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
+        let ask = Ask { at, method: "DELETE", query: &[], fields: &[] };
+        self.send(&ask, &[], &[404], watch).map(drop)
+    }
+
+    fn stall(&self) -> Duration {
+        self.courier.stall()
+    }
+
+    fn connections(&self) -> usize {
+        self.courier.connections()
+    }
+}
+
+impl S3Uploads {
+    /// The version of the object if it has this size and checksum.
+    fn is_there(&self, at: &Location, size: u64, crc: &str, watch: &dyn UploadWatch) -> Result<Option<Uploaded>> {
+        is_there(&self.s3, &self.courier, at, size, crc, watch)
+    }
+}
+
+fn is_there(
+    s3: &Arc<S3>,
+    courier: &Courier,
+    at: &Location,
+    size: u64,
+    crc: &str,
+    watch: &dyn UploadWatch,
+) -> Result<Option<Uploaded>> {
+    let fields = [("x-amz-checksum-mode", "ENABLED".to_owned())];
+    let ask = Ask { at, method: "HEAD", query: &[], fields: &fields };
+    let reply = send(s3, courier, &ask, &[], &[404], watch)?;
+    let is_it = reply.status != 404
+        && reply.field(SUM).is_some_and(|found| found == crc)
+        && reply.field("content-length").is_some_and(|found| found == size.to_string());
+    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true }))
+}
+
+/// Whether the server says that it has compared the checksum.
+///
+/// # Errors
+/// `Io`: it has another one.
+fn checked(reply: &Reply, crc: &str, at: &Location) -> Result<bool> {
+    match reply.field(SUM) {
+        None => Ok(false),
+        Some(found) if found == crc => Ok(true),
+        Some(found) => {
+            let text = format!("the server has other bytes than were sent (CRC32C {found}, and not {crc})");
+            Err(Error::new(ErrorKind::Io, text).at(at))
+        }
+    }
+}
+
+fn content_type(at: &Location) -> String {
+    let is_json = at.file_name().to_string_lossy().ends_with(".json");
+    if is_json { "application/json" } else { "application/octet-stream" }.to_owned()
+}
+
+/// The texts of the elements directly in the root, which must have this name.
+fn texts(reply: &Reply, root: &str, at: &Location) -> Result<BTreeMap<String, String>> {
+    let body = String::from_utf8_lossy(&reply.body);
+    let mut found = BTreeMap::new();
+    let read = xml::read(&body, |element| {
+        if let [_, name] = element.path[..] {
+            found.insert(name.to_owned(), element.text);
+        }
+    });
+    match read {
+        Ok(name) if name == root => Ok(found),
+        // An answer of 200 can be an error that came up while the server worked.
+        _ => Err(reply.unexpected(&format!("no {root} came")).at(at)),
+    }
+}
+
+impl S3Upload {
+    fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
+        send(&self.s3, &self.courier, ask, body, expected, watch)
+    }
+
+    fn id(&self) -> (&'static str, String) {
+        ("uploadId", self.id.clone())
+    }
+
+    /// The list of its parts, as the last request names them, and the checksum of their checksums.
+    fn listed(&self) -> (String, String, bool) {
+        let parts = lock(&self.parts);
+        let (mut text, mut sums, mut is_checked) = ("<CompleteMultipartUpload>".to_owned(), Vec::new(), true);
+        for (number, Part { etag, crc, is_checked: is_part_checked }) in parts.iter() {
+            let etag = etag.replace('&', "&amp;").replace('"', "&quot;").replace('<', "&lt;");
+            let _ = write!(text, "<Part><PartNumber>{}</PartNumber><ETag>{etag}</ETag>", number + 1);
+            if *is_part_checked {
+                let _ = write!(text, "<ChecksumCRC32C>{}</ChecksumCRC32C>", sum(*crc));
+            }
+            text += "</Part>";
+            sums.extend(crc.to_be_bytes());
+            is_checked &= is_part_checked;
+        }
+        text += "</CompleteMultipartUpload>";
+        (text, format!("{}-{}", sum(crc32c::crc32c(&sums)), parts.len()), is_checked)
+    }
+}
+
+impl Upload for S3Upload {
+    fn part(&self, number: u32, offset: u64, bytes: &[&[u8]], watch: &dyn UploadWatch) -> Result<()> {
+        let crc = crc_of(bytes);
+        let said = sum(crc);
+        let query = [("partNumber", (number + 1).to_string()), self.id()];
+        let fields = [(SUM, said.clone())];
+        let ask = Ask { at: &self.at, method: "PUT", query: &query, fields: &fields };
+        let length: usize = bytes.iter().map(|part| part.len()).sum();
+        let ranged = |e: Error| e.range(offset..offset + length as u64);
+        let reply = self.send(&ask, bytes, &[], watch).map_err(ranged)?;
+        let is_checked = checked(&reply, &said, &self.at).map_err(ranged)?;
+        let none = || ranged(reply.unexpected("the server gives a part no ETag").at(&self.at));
+        let etag = reply.field("etag").ok_or_else(none)?;
+        lock(&self.parts).insert(number, Part { etag, crc, is_checked });
+        Ok(())
+    }
+
+    fn finish(&self, watch: &dyn UploadWatch) -> Result<Uploaded> {
+        let (text, whole, is_checked) = self.listed();
+        let mut fields = condition(&self.condition);
+        fields.push(("content-type", "application/xml".to_owned()));
+        let query = [self.id()];
+        let ask = Ask { at: &self.at, method: "POST", query: &query, fields: &fields };
+        let reply = self.send(&ask, &[text.as_bytes()], &[404, 412], watch)?;
+        if matches!(reply.status, 404 | 412) {
+            // The server may have done so at an earlier try whose answer was lost: then it knows the upload no more.
+            let found = match reply.is_repeated {
+                true => is_there(&self.s3, &self.courier, &self.at, self.size, &whole, watch)?,
+                false => None,
+            };
+            let gone = || match reply.status {
+                412 => changed(&self.at, &reply),
+                _ => reply.unexpected("the upload is gone").at(&self.at),
+            };
+            return found.ok_or_else(gone);
+        }
+        let found = texts(&reply, "CompleteMultipartUploadResult", &self.at)?;
+        if let Some(sum) = found.get("ChecksumCRC32C").filter(|sum| **sum != whole) {
+            let text = format!("the server has other bytes than were sent (CRC32C {sum}, and not {whole})");
+            return Err(Error::new(ErrorKind::Io, text).at(&self.at));
+        }
+        Ok(Uploaded { version: found.get("ETag").cloned(), is_checked })
+    }
+
+    fn abort(&self, watch: &dyn UploadWatch) -> Result<()> {
+        let query = [self.id()];
+        let ask = Ask { at: &self.at, method: "DELETE", query: &query, fields: &[] };
+        self.send(&ask, &[], &[404], watch).map(drop)
+    }
+}

@@ -1,0 +1,9 @@
+//! Requests that write: they are sent on connections of their own, by threads that may block, until the server has answered.
+//!
+//! A provider words them (`aws::upload`). A [`Courier`] sends them, tries again what may go better later, renews
+//! credentials, and keeps to the limits of the node.
+
+mod courier;
+mod rate;
+
+pub(super) use self::courier::{Courier, Order, Reply};

@@ -1,0 +1,142 @@
+//! Objects that are written: the interface of the kinds of storage that take them.
+
+use super::location::Location;
+use crate::error::Result;
+use std::fmt::Debug;
+use std::time::Duration;
+
+/// The parts that a service takes an object in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PartLimits {
+    /// Bytes of a part, at least: the last one may have fewer.
+    pub least: u64,
+    /// Bytes of a part, at most.
+    pub most: u64,
+    /// Parts of an object, at most.
+    pub parts: u64,
+    /// Every part but the last has a multiple of so many bytes.
+    pub step: u64,
+    /// True if parts come one after the other.
+    pub in_order: bool,
+}
+
+impl PartLimits {
+    /// Bytes of each part but the last of an object of `size` bytes: `wanted` where the service takes that. `None`: the object
+    /// is too large for it.
+    pub fn part(&self, size: u64, wanted: u64) -> Option<u64> {
+        let part = wanted.max(self.least).max(size.div_ceil(self.parts)).next_multiple_of(self.step);
+        (part <= self.most || size <= self.most).then_some(part)
+    }
+}
+
+/// The condition under which an object is replaced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Precondition {
+    /// None.
+    Always,
+    /// There is no such object.
+    Absent,
+    /// It has this version.
+    Version(String),
+}
+
+/// The one who waits for an upload.
+pub trait UploadWatch: Sync {
+    /// Goes on while the upload is wanted.
+    ///
+    /// # Errors
+    /// `Cancelled` if it is not.
+    fn check(&self) -> Result<()>;
+
+    /// Something went to the server, or came from it.
+    fn moved(&self);
+
+    /// A request is sent again, for this reason.
+    fn again(&self, why: &crate::error::Error) {
+        let _ = why;
+    }
+}
+
+/// The version of an object that was written.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Uploaded {
+    /// Its ETag, or generation.
+    pub version: Option<String>,
+    /// True if the server has compared the bytes with a checksum, and said so.
+    pub is_checked: bool,
+}
+
+/// A service that takes objects. All of its calls block.
+pub trait Uploads: Send + Sync + Debug {
+    /// The parts that it takes.
+    fn limits(&self) -> PartLimits;
+
+    /// Begins an object of `size` bytes that comes in parts of `part` bytes. It is there when it is finished, and not before.
+    ///
+    /// # Errors
+    /// `NotFound` (the bucket), `Permission`, `Io`, `Timeout`, `Cancelled`.
+    fn begin(
+        &self,
+        at: &Location,
+        size: u64,
+        part: u64,
+        condition: &Precondition,
+        watch: &dyn UploadWatch,
+    ) -> Result<Box<dyn Upload>>;
+
+    /// Writes a small object at once.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin); `Changed` if the condition does not hold.
+    fn put(&self, at: &Location, bytes: &[u8], condition: &Precondition, watch: &dyn UploadWatch) -> Result<Uploaded>;
+
+    /// The version of an object; `None` if there is none.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>>;
+
+    /// Removes an object. One that is not there is no error.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()>;
+
+    /// How long a request may bring nothing.
+    fn stall(&self) -> Duration;
+
+    /// Most requests at the same time.
+    fn connections(&self) -> usize;
+}
+
+/// An object whose parts are being sent.
+pub trait Upload: Send + Sync {
+    /// Sends part `number`, counted from 0, which begins at byte `offset`. It may be sent again.
+    ///
+    /// # Errors
+    /// `Permission`, `Io`, `Timeout`, `Cancelled`.
+    fn part(&self, number: u32, offset: u64, bytes: &[&[u8]], watch: &dyn UploadWatch) -> Result<()>;
+
+    /// All parts are there: the object is.
+    ///
+    /// # Errors
+    /// As for [`part`](Self::part); `Changed` if the condition does not hold.
+    fn finish(&self, watch: &dyn UploadWatch) -> Result<Uploaded>;
+
+    /// Has the server forget the parts.
+    ///
+    /// # Errors
+    /// As for [`part`](Self::part).
+    fn abort(&self, watch: &dyn UploadWatch) -> Result<()>;
+}
+
+/// A wait that nobody gives up.
+pub struct Patient;
+
+impl UploadWatch for Patient {
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn moved(&self) {}
+}

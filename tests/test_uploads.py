@@ -1,0 +1,312 @@
+"""Saves to a bucket, against a double of S3 that checks signatures, checksums and conditions (tests/upload_server.py)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import penstock
+import pytest
+from s3_server import KEYS, error, serving
+from upload_server import Uploads, crc32c
+
+PLACE = "s3://bucket/models/one"
+KEY, SECRET = next(iter(KEYS.items()))
+#: Names of readers such as transformers: the single file hides the index
+SINGLE, INDEX = "models/one/model.safetensors", "models/one/model.safetensors.index.json"
+
+
+@pytest.fixture
+def bucket() -> Iterator[Uploads]:
+    with serving(Uploads()) as found:
+        yield found
+
+
+def settings(bucket: Uploads, **more: Any) -> Any:
+    given = {"endpoint": bucket.endpoint, "region": "us-east-1", "access_key_id": KEY, "secret_access_key": SECRET}
+    return {**given, **more}
+
+
+def tensors(seed: int = 0, count: int = 6, size: int = 3000) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {f"layers.{i}.w": random.integers(0, 255, size + i, np.uint8) for i in range(count)}
+
+
+def shards(seed: int = 0) -> dict[str, Any]:
+    """Arguments that make three shards."""
+    return {"tensors_or_module": tensors(seed), "max_shard_size": 6100}
+
+
+def same(found: dict[str, Any], expected: dict[str, np.ndarray]) -> bool:
+    return found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in expected)
+
+
+def load(bucket: Uploads, at: str = f"{PLACE}/") -> dict[str, Any]:
+    return penstock.open(at, storage=settings(bucket)).load(framework="np")
+
+
+def visible(objects: dict[str, bytes]) -> dict[str, bytes] | None:
+    """The files of the checkpoint that a reader of the prefix takes for it; None: there is none.
+
+    Raises:
+        KeyError: one of them is not there.
+    """
+    if SINGLE in objects:
+        return {SINGLE: objects[SINGLE]}
+    if INDEX not in objects:
+        return None
+    named = set(json.loads(objects[INDEX])["weight_map"].values())
+    return {name: objects[f"models/one/{name}"] for name in sorted(named)}
+
+
+def states(bucket: Uploads, before: dict[str, bytes]) -> list[dict[str, bytes] | None]:
+    """What a reader saw at each moment since `before`."""
+    objects, found = dict(before), [visible(before)]
+    for key, content in bucket.history:
+        if content is None:
+            del objects[key]
+        else:
+            objects[key] = content
+        found.append(visible(objects))
+    assert objects == bucket.objects
+    return found
+
+
+def test_a_file_in_a_bucket_is_the_file_that_a_folder_would_get(bucket: Uploads, tmp_path: Path) -> None:
+    for metadata in (None, {"format": "pt"}):
+        for layout in ("aligned", "compact"):
+            at = f"{PLACE}/x y.safetensors"
+            report = penstock.save_file(tensors(), at, metadata, layout=layout, storage=settings(bucket))
+            penstock.save_file(tensors(), tmp_path / "x", metadata, layout=layout)
+            assert bucket.objects["models/one/x y.safetensors"] == (tmp_path / "x").read_bytes()
+            assert (report.file_bytes, report.writes, report.retries, report.fallbacks) == (
+                (tmp_path / "x").stat().st_size, 1, 0, [],
+            )  # fmt: skip
+    assert same(load(bucket, at), tensors())
+    assert not bucket.under_way
+
+
+def test_parts_are_equal_and_go_side_by_side(bucket: Uploads) -> None:
+    bucket.delay = 0.05
+    large = {"w": np.random.default_rng(1).integers(0, 255, 37_000_000, np.uint8)}
+    report = penstock.save_file(large, f"{PLACE}/w.safetensors", storage=settings(bucket))
+    assert crc32c(bucket.objects["models/one/w.safetensors"][-37_000_000:]) == crc32c(large["w"].tobytes())
+    parts = [query["partNumber"] for method, _, query in bucket.requests if "partNumber" in query]
+    assert sorted(parts) == ["1", "2", "3"] and report.writes == 3
+    assert bucket.most_at_once >= 2
+    one = {"threads": 1, "extent": 8 << 20}
+    bucket.requests.clear()
+    bucket.most_at_once = 0
+    penstock.save_file(large, f"{PLACE}/w.safetensors", options=one, storage=settings(bucket))
+    assert bucket.most_at_once == 1
+
+
+def test_the_index_comes_last(bucket: Uploads) -> None:
+    report = penstock.save(**shards(), directory=PLACE, storage=settings(bucket))
+    assert report.files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)] + ["model.safetensors.index.json"]
+    assert [key for key, _ in bucket.history][-1] == INDEX and len(bucket.history) == 4
+    assert same(load(bucket), tensors())
+    # The prefix may be spelled as a folder, and be a bucket
+    penstock.save(tensors(), "s3://bucket/", storage=settings(bucket))
+    assert bucket.objects["model.safetensors"]
+
+
+@pytest.mark.parametrize("first", ["single", "shards"])
+@pytest.mark.parametrize("second", ["single", "shards"])
+def test_a_reader_sees_the_old_checkpoint_or_the_new_one(bucket: Uploads, first: str, second: str) -> None:
+    arguments = {"single": lambda seed: {"tensors_or_module": tensors(seed)}, "shards": shards}
+    penstock.save(**arguments[first](1), directory=PLACE, storage=settings(bucket))
+    before, old = dict(bucket.objects), visible(bucket.objects)
+    bucket.objects["models/one/config.json"] = b"{}"  # not of the save
+    before["models/one/config.json"] = b"{}"
+    bucket.history.clear()
+    report = penstock.save(**arguments[second](2), directory=PLACE, storage=settings(bucket))
+    new = visible(bucket.objects)
+    assert new != old and all(state in (old, new) for state in states(bucket, before))
+    assert same(load(bucket), tensors(2))
+    left = {key.rpartition("/")[2] for key in bucket.objects} - {"config.json"}
+    assert left == set(report.files), "what was visible before is gone"
+
+
+def test_a_failure_at_any_request_leaves_the_old_checkpoint_or_the_new_one(bucket: Uploads) -> None:
+    for old_arguments, new_arguments in (({"tensors_or_module": tensors(1)}, shards(2)), (shards(1), shards(2))):
+        bucket.objects.clear()
+        penstock.save(**old_arguments, directory=PLACE, storage=settings(bucket))
+        old, before = visible(bucket.objects), dict(bucket.objects)
+        refused_at = 0
+        while True:
+            bucket.objects.clear()
+            bucket.objects.update(before)
+            bucket.requests.clear()
+            bucket.history.clear()
+            asked: list[int] = []
+            fails = threading.Event()
+
+            def refuses(method: str, key: str, query: dict[str, str], at: int = refused_at, asked: Any = asked) -> Any:
+                asked.append(1)
+                if len(asked) - 1 == at:
+                    fails.set()
+                    return error(400, "InvalidRequest", "on purpose")
+                return None
+
+            bucket.refuses = refuses
+            try:
+                penstock.save(**new_arguments, directory=PLACE, storage=settings(bucket))
+            except penstock.PenstockError as e:
+                assert "on purpose" in str(e) or "answered 400" in str(e)  # an answer to HEAD has no body
+            bucket.refuses = lambda *_: None
+            if not fails.is_set():
+                break
+            new = visible(bucket.objects)
+            assert all(state in (old, new) for state in states(bucket, before))
+            if new == old:
+                strays = {key for key in bucket.objects if key not in before}
+                assert not strays and not bucket.under_way, (refused_at, strays, bucket.under_way)
+            else:
+                assert same(load(bucket), tensors(2))
+            refused_at += 1
+        assert refused_at > 12
+
+
+@pytest.mark.parametrize("how", ["busy", "lost"])
+def test_what_may_go_better_later_is_sent_again(bucket: Uploads, how: str) -> None:
+    """Each request fails once: the server is busy, or does what it is asked and the answer is lost."""
+    penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    seen: set[tuple[str, str, str]] = set()
+
+    def first(method: str, key: str, query: dict[str, str]) -> bool:
+        what = (method, key.partition("-s")[0] + key[-20:], "".join(sorted(query)) + query.get("partNumber", ""))
+        if what in seen:
+            return False
+        seen.add(what)
+        return True
+
+    if how == "busy":
+        bucket.refuses = lambda *a: error(503, "SlowDown", "Please reduce your request rate.") if first(*a) else None
+    else:
+        bucket.loses = first
+    bucket.history.clear()
+    before = dict(bucket.objects)
+    report = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    bucket.refuses, bucket.loses = (lambda *_: None), (lambda *_: False)
+    assert report.retries >= (10 if how == "busy" else 1) and len(seen) > 10
+    assert same(load(bucket), tensors(2))
+    states(bucket, before)
+    assert "sending it again" in str(report.fallbacks)
+
+
+def test_of_two_saves_to_one_prefix_the_later_one_fails(bucket: Uploads) -> None:
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+
+    def between(method: str, key: str, query: dict[str, str]) -> None:
+        if (method, key) == ("PUT", INDEX):
+            bucket.refuses = lambda *_: None
+            penstock.save(**shards(3), directory=PLACE, storage=settings(bucket))
+
+    bucket.refuses = between  # type: ignore[assignment]
+    with pytest.raises(penstock.ChangedError, match=r"index\.json.*another program has written this object meanwhile"):
+        penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert same(load(bucket), tensors(3)) and not bucket.under_way
+    assert len(bucket.objects) == 4, "the shards of the save that failed are gone"
+
+
+def denied(*methods: str) -> Any:
+    return lambda method, key, query: (
+        error(403, "AccessDenied", "Access Denied")
+        if method in methods and "uploadId" not in query or ("list" in methods and "list-type" in query)
+        else None
+    )
+
+
+def test_without_the_right_to_delete_a_save_succeeds_where_the_new_checkpoint_is_visible(bucket: Uploads) -> None:
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    bucket.refuses = denied("DELETE")
+    report = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert "model-00001-of-00003.safetensors" in str(report.fallbacks) and "stay" in str(report.fallbacks)
+    bucket.refuses = lambda *_: None
+    assert same(load(bucket), tensors(2))
+
+
+def test_without_the_right_to_delete_an_old_single_file_stays_the_checkpoint(bucket: Uploads) -> None:
+    penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    bucket.refuses = denied("DELETE")
+    with pytest.raises(penstock.AccessError, match="cannot remove it.*the old checkpoint stays"):
+        penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    bucket.refuses = lambda *_: None
+    assert same(load(bucket), tensors(1))
+
+
+def test_without_the_right_to_list_shards_get_names_of_their_own(bucket: Uploads) -> None:
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    old = dict(bucket.objects)
+    bucket.refuses = denied("list")
+    report = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert "listing the prefix" in str(report.fallbacks)
+    bucket.refuses = lambda *_: None
+    assert same(load(bucket, f"s3://bucket/{INDEX}"), tensors(2))
+    assert all(bucket.objects[key] == old[key] for key in old if key != INDEX)
+
+
+def test_a_save_that_is_given_up_leaves_nothing(bucket: Uploads) -> None:
+    bucket.delay = 0.2
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        penstock.save(**shards(1), directory=PLACE, progress=interrupted, storage=settings(bucket))
+    assert not bucket.objects and not bucket.under_way
+
+
+def test_bytes_that_change_on_the_way_are_refused(bucket: Uploads) -> None:
+    taken = bucket.part
+    bucket.part = lambda upload, number, fields, body: taken(upload, number, fields, body[:-1] + b"\0")  # type: ignore[method-assign]
+    with pytest.raises(penstock.PenstockError, match=r"model\.safetensors.*BadDigest"):
+        penstock.save({"w": np.full(100, 7, np.uint8)}, PLACE, storage=settings(bucket))
+    assert not bucket.objects and not bucket.under_way
+
+
+def test_a_server_without_checksums_is_told(bucket: Uploads) -> None:
+    bucket.knows_checksums = False
+    report = penstock.save(tensors(), PLACE, storage=settings(bucket))
+    assert "says no checksum" in str(report.fallbacks)
+    assert same(load(bucket), tensors())
+
+
+def test_tensors_that_are_made_when_their_turn_comes(bucket: Uploads) -> None:
+    torch = pytest.importorskip("torch")
+    state = {f"w{i}": torch.randn(64, 48).t() for i in range(20)}
+    penstock.save(state, PLACE, max_shard_size=40_000, storage=settings(bucket))
+    found = penstock.open(f"{PLACE}/", storage=settings(bucket)).load()
+    assert all(torch.equal(found[name], state[name]) for name in state) and len(found) == 20
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        ("hf://org/model", "hf upload"),
+        ("https://host/model", "cannot be written to"),
+        ("ftp://host/model", "cannot be written to"),
+        ("s3://", "bucket"),
+    ],
+)
+def test_addresses_that_take_nothing(at: str, message: str) -> None:
+    with pytest.raises(penstock.PenstockError, match=message):
+        penstock.save(tensors(), at)
+    with pytest.raises(penstock.PenstockError, match=message if at != "s3://" else "folder"):
+        penstock.save_file(tensors(), f"{at}/x.safetensors" if at != "s3://" else at)
+
+
+def test_a_server_that_is_silent_ends_the_save(bucket: Uploads) -> None:
+    goes_on = threading.Event()
+    bucket.refuses = lambda method, key, query: goes_on.wait(30) and None if "partNumber" in query else None  # type: ignore[assignment,func-returns-value]
+    try:
+        with pytest.raises(penstock.PenstockError, match="does not answer"):
+            penstock.save(tensors(), PLACE, options={"stall_timeout": 0.5}, storage=settings(bucket))
+    finally:
+        goes_on.set()
+    assert not bucket.objects

@@ -1,0 +1,210 @@
+"""A server that takes objects as S3 does (tests/s3_server.py), parts and conditions included; in this process."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import numpy as np
+from s3_server import Answer, Bucket, error
+
+#: The polynomial of CRC32C, reflected.
+_POLYNOMIAL = 0x82F63B78
+_LANES = 4096
+
+
+def _table() -> np.ndarray:
+    entries = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        entries = np.where(entries & 1, (entries >> 1) ^ np.uint32(_POLYNOMIAL), entries >> 1).astype(np.uint32)
+    return entries
+
+
+_TABLE = _table()
+
+
+def crc32c(data: bytes) -> int:
+    """The CRC32C of bytes (RFC 3720). Many lanes of them take their steps together."""
+    if len(data) < 4:
+        crc = 0xFFFFFFFF
+        for byte in data:
+            crc = int(_TABLE[(crc ^ byte) & 255]) ^ crc >> 8
+        return crc ^ 0xFFFFFFFF
+    steps = -(-len(data) // _LANES)
+    bytes_ = np.zeros(steps * _LANES, np.uint8)
+    bytes_[len(bytes_) - len(data) :] = np.frombuffer(data, np.uint8)
+    bytes_[len(bytes_) - len(data) :][:4] ^= 0xFF  # the initial value
+    lanes = bytes_.reshape(_LANES, steps)
+    crcs = np.zeros(_LANES, np.uint32)
+    # Of each byte of a CRC: what it becomes when a lane's length of zeros follows
+    moved = (np.arange(256, dtype=np.uint32)[None, :] << np.arange(0, 32, 8, dtype=np.uint32)[:, None]).reshape(-1)
+    for step in range(steps):
+        crcs = _TABLE[(crcs ^ lanes[:, step]) & 255] ^ crcs >> 8
+        moved = _TABLE[moved & 255] ^ moved >> 8
+    tables = [[int(entry) for entry in row] for row in moved.reshape(4, 256)]
+    crc = 0
+    for lane in crcs.tolist():
+        first, second, third, fourth = (table[crc >> 8 * at & 255] for at, table in enumerate(tables))
+        crc = first ^ second ^ third ^ fourth ^ lane
+    return crc ^ 0xFFFFFFFF
+
+
+def shown(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+@dataclass
+class Parts:
+    """An upload in parts that has begun."""
+
+    key: str
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+class Uploads(Bucket):
+    """A bucket that objects are written to."""
+
+    #: Bytes of a part, unless it is the last
+    LEAST = 5 << 20
+
+    def __init__(self, objects: dict[str, bytes] | None = None) -> None:
+        super().__init__(objects if objects is not None else {})
+        self.page = 1000
+        self.under_way: dict[str, Parts] = {}
+        #: (method, key, query) of each request, in order
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        #: Objects that were there, and when they came or went: (key, content or None)
+        self.history: list[tuple[str, bytes | None]] = []
+        #: What it says instead: of method, key and query
+        self.refuses: Callable[[str, str, dict[str, str]], Answer | None] = lambda method, key, query: None
+        #: True: it does what is asked, and closes the connection instead of an answer
+        self.loses: Callable[[str, str, dict[str, str]], bool] = lambda method, key, query: False
+        self.knows_checksums = True
+        self.delay = 0.0
+        #: Requests that are being answered, and the most at once
+        self.at_once = self.most_at_once = 0
+        self.numbers = itertools.count(1)
+        self.guard = threading.RLock()
+
+    def received(self, method: str, target: str, fields: Mapping[str, str], body: bytes) -> Answer:
+        key = unquote(urlsplit(target).path).removeprefix("/bucket").lstrip("/")
+        query = dict(parse_qsl(urlsplit(target).query, True))
+        with self.guard:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            self.requests.append((method, key, query))
+        try:
+            if self.delay:
+                time.sleep(self.delay)
+            if (refused := self.refuses(method, key, query)) is not None:
+                return refused
+            if method == "GET" and key:
+                return self.answer(method, target, fields)
+            if (refused := self.refusal(method, target, fields)) is not None:
+                return refused
+            with self.guard:
+                answer = self.taken(method, key, query, fields, body)
+            if self.loses(method, key, query):
+                raise ConnectionResetError
+            return answer
+        finally:
+            with self.guard:
+                self.at_once -= 1
+
+    def taken(self, method: str, key: str, query: dict[str, str], fields: Mapping[str, str], body: bytes) -> Answer:
+        if query.get("list-type") == "2":
+            return self.listing(query)
+        if method == "HEAD":
+            return self.head(key)
+        if method == "DELETE" and "uploadId" in query:
+            self.under_way.pop(query["uploadId"], None)
+            return 204, {}, b""
+        if method == "DELETE":
+            if self.objects.pop(key, None) is not None:
+                self.history.append((key, None))
+            return 204, {}, b""
+        if method == "POST" and "uploads" in query:
+            number = f"upload-{next(self.numbers)}"
+            self.under_way[number] = Parts(key)
+            return 200, {}, f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>".encode()
+        if "uploadId" in query:
+            upload = self.under_way.get(query["uploadId"])
+            if upload is None or upload.key != key:
+                return error(404, "NoSuchUpload", "The specified upload does not exist.")
+            if method == "PUT":
+                return self.part(upload, int(query["partNumber"]), fields, body)
+            return self.complete(query["uploadId"], upload, fields, body)
+        if method == "PUT":
+            if (refused := self.condition(key, fields)) is not None:
+                return refused
+            told = self.checked(fields, body)
+            if isinstance(told, tuple):
+                return told
+            self.stored(key, body)
+            return 200, {"ETag": self.tag(key), **told}, b""
+        return error(405, "MethodNotAllowed", "No")
+
+    def tag(self, key: str) -> str:
+        return f'"{hashlib.md5(self.objects[key], usedforsecurity=False).hexdigest()}"'
+
+    def stored(self, key: str, content: bytes) -> None:
+        self.objects[key] = content
+        self.history.append((key, content))
+
+    def checked(self, fields: Mapping[str, str], body: bytes) -> dict[str, str] | Answer:
+        """The fields that tell a checksum, or the refusal of another one."""
+        said = fields.get("x-amz-checksum-crc32c")
+        if said is None or not self.knows_checksums:
+            return {}
+        if said != shown(crc32c(body)):
+            return error(400, "BadDigest", "The CRC32C you specified did not match what was received")
+        return {"x-amz-checksum-crc32c": said}
+
+    def condition(self, key: str, fields: Mapping[str, str]) -> Answer | None:
+        there = self.tag(key) if key in self.objects else None
+        wanted = fields.get("if-match")
+        if (fields.get("if-none-match") == "*" and there is not None) or (wanted is not None and wanted != there):
+            return error(412, "PreconditionFailed", "At least one of the preconditions did not hold")
+        return None
+
+    def part(self, upload: Parts, number: int, fields: Mapping[str, str], body: bytes) -> Answer:
+        told = self.checked(fields, body)
+        if isinstance(told, tuple):
+            return told
+        upload.parts[number] = body
+        tag = hashlib.md5(body, usedforsecurity=False).hexdigest()
+        return 200, {"ETag": f'"{tag}"', **told}, b""
+
+    def complete(self, name: str, upload: Parts, fields: Mapping[str, str], body: bytes) -> Answer:
+        listed = re.findall(r"<PartNumber>(\d+)</PartNumber><ETag>&quot;([0-9a-f]+)&quot;</ETag>", body.decode())
+        numbers = [int(number) for number, _ in listed]
+        tags = [hashlib.md5(upload.parts.get(n, b""), usedforsecurity=False).hexdigest() for n in numbers]
+        if numbers != sorted(set(numbers)) or tags != [tag for _, tag in listed] or set(numbers) - set(upload.parts):
+            return error(400, "InvalidPart", "One or more of the specified parts could not be found.")
+        if any(len(upload.parts[n]) < self.LEAST for n in numbers[:-1]):
+            return error(400, "EntityTooSmall", "Your proposed upload is smaller than the minimum allowed size")
+        if (refused := self.condition(upload.key, fields)) is not None:
+            return refused
+        self.stored(upload.key, b"".join(upload.parts[n] for n in numbers))
+        del self.under_way[name]
+        sums = b"".join(crc32c(upload.parts[n]).to_bytes(4, "big") for n in numbers)
+        self.sums = {**getattr(self, "sums", {}), upload.key: f"{shown(crc32c(sums))}-{len(numbers)}"}
+        told = f"<ChecksumCRC32C>{self.sums[upload.key]}</ChecksumCRC32C>" if self.knows_checksums else ""
+        tag = self.tag(upload.key).strip('"')
+        text = f"<CompleteMultipartUploadResult><ETag>&quot;{tag}&quot;</ETag>{told}</CompleteMultipartUploadResult>"
+        return 200, {}, text.encode()
+
+    def head(self, key: str) -> Answer:
+        if key not in self.objects:
+            return 404, {}, b""
+        content = self.objects[key]
+        told = getattr(self, "sums", {}).get(key, shown(crc32c(content)))
+        about = {"x-amz-checksum-crc32c": told} if self.knows_checksums else {}
+        return 200, {"ETag": self.tag(key), "Content-Length": str(len(content)), **about}, b""
