@@ -143,7 +143,7 @@ REMOTE_FLOORS = [
     ["given.rs"],
     ["http"],
     ["transfer", "auth", "pages.rs"],
-    ["listing.rs"],
+    ["listing.rs", "upload"],
     ["aws", "gcp", "azure", "toy"],
     ["settings.rs", "source.rs", "look.rs", "whole.rs"],
     ["provider.rs"],

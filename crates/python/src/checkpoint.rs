@@ -63,7 +63,7 @@ impl Checkpoint {
     ) -> PyResult<Self> {
         guarded(py, || {
             let stall = stall_timeout_of(stall_timeout)?;
-            let stores = stores_of(py, storage, None)?;
+            let stores = stores_of_hub(py, storage, None, None)?;
             let ranges = |of: Listed<(u64, u64)>| of.0.into_iter().map(|(begin, end)| begin..end).collect();
             let files = files.0.into_iter().map(|(path, of)| (path, ranges(of))).collect();
             interruptibly(py, |go_on| Core::of_ranges(files, &stores, stall, go_on)).map(Self::of)

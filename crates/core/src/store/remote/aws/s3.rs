@@ -5,7 +5,7 @@ use super::keys::{Aws, AwsKey};
 use super::place::S3Place;
 use super::redirect::{is_of_amazon, is_same_service, is_signed, region_of};
 use super::settings::{is_region, Addressing, S3Settings};
-use super::upload::S3Uploads;
+use super::upload::{S3Uploads, SignsWrites};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::Credentials;
@@ -130,9 +130,31 @@ impl S3 {
         Ok(is_of_amazon(&server.host) || hosts.into_iter().flatten().any(has))
     }
 
-    /// A request that writes to the object at this address: where it goes, its fields with their signature, and the number of
-    /// its credentials. Waits for these.
-    pub(super) fn worded(
+    /// The result of `made`, or a recent one for the same place.
+    fn once(&self, of: SignedPlace, generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
+        let mut signed = lock(&self.signed);
+        if let Some((when, get)) = signed.get(&of) {
+            if when.elapsed() < SIGNED && get.generation == generation {
+                return Ok(get.clone());
+            }
+        }
+        if signed.len() >= MOST_SIGNED {
+            signed.clear();
+        }
+        let get = made()?;
+        signed.insert(of, (Instant::now(), get.clone()));
+        Ok(get)
+    }
+
+    fn learn(&self, bucket: &str, region: &str) {
+        if is_region(region) {
+            lock(&self.regions).insert(bucket.to_owned(), region.to_owned());
+        }
+    }
+}
+
+impl SignsWrites for S3 {
+    fn worded(
         &self,
         at: &str,
         method: &'static str,
@@ -162,26 +184,8 @@ impl S3 {
         worded.unwrap_or_else(none)
     }
 
-    /// The result of `made`, or a recent one for the same place.
-    fn once(&self, of: SignedPlace, generation: u64, made: impl FnOnce() -> Result<Get>) -> Result<Get> {
-        let mut signed = lock(&self.signed);
-        if let Some((when, get)) = signed.get(&of) {
-            if when.elapsed() < SIGNED && get.generation == generation {
-                return Ok(get.clone());
-            }
-        }
-        if signed.len() >= MOST_SIGNED {
-            signed.clear();
-        }
-        let get = made()?;
-        signed.insert(of, (Instant::now(), get.clone()));
-        Ok(get)
-    }
-
-    fn learn(&self, bucket: &str, region: &str) {
-        if is_region(region) {
-            lock(&self.regions).insert(bucket.to_owned(), region.to_owned());
-        }
+    fn requests(&self) -> &dyn Requests {
+        self
     }
 }
 

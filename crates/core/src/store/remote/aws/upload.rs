@@ -4,11 +4,12 @@
 //! Each part is sent with its CRC32C, which the server compares, and says in its answer. Servers that do not know checksums
 //! ignore it: then [`Uploaded::is_checked`] is false.
 
-use super::s3::S3;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::tokens::form;
+use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
+use crate::store::remote::http::request::Requests;
 use crate::store::remote::http::xml;
 use crate::store::remote::upload::{Courier, Order, Reply};
 use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
@@ -23,16 +24,32 @@ const LIMITS: PartLimits = PartLimits { least: 5 << 20, most: 5 << 30, parts: 10
 /// The field of a part's checksum.
 const SUM: &str = "x-amz-checksum-crc32c";
 
+/// Signs requests that write.
+pub(super) trait SignsWrites: Requests {
+    /// A request for the object at this address: where it goes, its fields with their signature, and the number of its
+    /// credentials. Waits for these.
+    fn worded(
+        &self,
+        at: &str,
+        method: &'static str,
+        query: &str,
+        fields: &[(&'static str, String)],
+    ) -> Result<(Address, String, u64)>;
+
+    /// The same as plain requests.
+    fn requests(&self) -> &dyn Requests;
+}
+
 /// Takes objects for buckets of S3.
 #[derive(Debug)]
 pub(super) struct S3Uploads {
-    s3: Arc<S3>,
+    s3: Arc<dyn SignsWrites>,
     courier: Arc<Courier>,
 }
 
 /// An object in parts.
 struct S3Upload {
-    s3: Arc<S3>,
+    s3: Arc<dyn SignsWrites>,
     courier: Arc<Courier>,
     at: Location,
     id: String,
@@ -49,12 +66,12 @@ struct Part {
 }
 
 impl S3Uploads {
-    pub(super) fn new(s3: Arc<S3>, common: Arc<Common>) -> Result<S3Uploads> {
+    pub(super) fn new(s3: Arc<dyn SignsWrites>, common: Arc<Common>) -> Result<S3Uploads> {
         Ok(S3Uploads { s3, courier: Arc::new(Courier::new(common)?) })
     }
 
     fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
-        send(&self.s3, &self.courier, ask, body, expected, watch)
+        send(&*self.s3, &self.courier, ask, body, expected, watch)
     }
 }
 
@@ -67,7 +84,7 @@ struct Ask<'a> {
 }
 
 fn send(
-    s3: &Arc<S3>,
+    s3: &dyn SignsWrites,
     courier: &Courier,
     ask: &Ask<'_>,
     body: &[&[u8]],
@@ -79,7 +96,7 @@ fn send(
         let (address, fields, generation) = s3.worded(&at, ask.method, &form(ask.query), ask.fields)?;
         Ok(Order { method: ask.method, address, fields, generation })
     };
-    courier.send(&**s3, &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
+    courier.send(s3.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
 }
 
 /// The fields of a condition.
@@ -169,12 +186,12 @@ impl Uploads for S3Uploads {
 impl S3Uploads {
     /// The version of the object if it has this size and checksum.
     fn is_there(&self, at: &Location, size: u64, crc: &str, watch: &dyn UploadWatch) -> Result<Option<Uploaded>> {
-        is_there(&self.s3, &self.courier, at, size, crc, watch)
+        is_there(&*self.s3, &self.courier, at, size, crc, watch)
     }
 }
 
 fn is_there(
-    s3: &Arc<S3>,
+    s3: &dyn SignsWrites,
     courier: &Courier,
     at: &Location,
     size: u64,
@@ -228,7 +245,7 @@ fn texts(reply: &Reply, root: &str, at: &Location) -> Result<BTreeMap<String, St
 
 impl S3Upload {
     fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
-        send(&self.s3, &self.courier, ask, body, expected, watch)
+        send(&*self.s3, &self.courier, ask, body, expected, watch)
     }
 
     fn id(&self) -> (&'static str, String) {
@@ -281,7 +298,7 @@ impl Upload for S3Upload {
         if matches!(reply.status, 404 | 412) {
             // The server may have done so at an earlier try whose answer was lost: then it knows the upload no more.
             let found = match reply.is_repeated {
-                true => is_there(&self.s3, &self.courier, &self.at, self.size, &whole, watch)?,
+                true => is_there(&*self.s3, &self.courier, &self.at, self.size, &whole, watch)?,
                 false => None,
             };
             let gone = || match reply.status {

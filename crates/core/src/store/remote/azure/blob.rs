@@ -5,7 +5,7 @@
 use super::account::Account;
 use super::keys::{Azure, AzureKey, Credential};
 use super::settings::AzureSettings;
-use super::upload::AzureUploads;
+use super::upload::{AzureUploads, OpensContainers};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::{Credentials, FoundKey};
@@ -49,10 +49,8 @@ impl AzureBlob {
     }
 }
 
-impl AzureBlob {
-    /// A request that writes to the blob at this address: where it goes, its fields, and the number of its credentials. Waits for
-    /// these.
-    pub(super) fn worded(&self, at: &str, query: &str, fields: &str) -> Result<(Address, String, u64)> {
+impl OpensContainers for AzureBlob {
+    fn worded(&self, at: &str, query: &str, fields: &str) -> Result<(Address, String, u64)> {
         let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
         let worded = self.credentials.with_key(None, |key, generation| {
             let Get { address: Address { server, mut target }, fields: own, .. } = made(at, key, generation, WRITES)?;
@@ -63,6 +61,10 @@ impl AzureBlob {
             Ok((Address { server, target }, format!("{own}{fields}"), generation))
         });
         worded.unwrap_or_else(none)
+    }
+
+    fn requests(&self) -> &dyn Requests {
+        self
     }
 }
 

@@ -4,11 +4,12 @@
 //! Blocks that no list names are invisible, and Azure forgets them after a week. The list has a number of ours in the blob's
 //! metadata: after a lost answer it tells whether the blob is this one.
 
-use super::blob::AzureBlob;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::tokens::form;
+use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
+use crate::store::remote::http::request::Requests;
 use crate::store::remote::upload::{Courier, Order, Reply};
 use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
@@ -23,16 +24,25 @@ const LIMITS: PartLimits = PartLimits { least: 1, most: 4000 << 20, parts: 50_00
 /// The field with the number of an upload.
 const MARK: &str = "x-ms-meta-penstock";
 
+/// Opens containers for requests that write.
+pub(super) trait OpensContainers: Requests {
+    /// A request for the blob at this address: where it goes, its fields, and the number of its credentials. Waits for these.
+    fn worded(&self, at: &str, query: &str, fields: &str) -> Result<(Address, String, u64)>;
+
+    /// The same as plain requests.
+    fn requests(&self) -> &dyn Requests;
+}
+
 /// Takes blobs for containers of Azure.
 #[derive(Debug)]
 pub(super) struct AzureUploads {
-    azure: Arc<AzureBlob>,
+    azure: Arc<dyn OpensContainers>,
     courier: Arc<Courier>,
 }
 
 /// A blob in blocks.
 struct AzureUpload {
-    azure: Arc<AzureBlob>,
+    azure: Arc<dyn OpensContainers>,
     courier: Arc<Courier>,
     at: Location,
     mark: String,
@@ -50,7 +60,7 @@ struct Ask<'a> {
 }
 
 fn send(
-    azure: &AzureBlob,
+    azure: &dyn OpensContainers,
     courier: &Courier,
     ask: &Ask<'_>,
     body: &[&[u8]],
@@ -62,7 +72,7 @@ fn send(
         let (address, fields, generation) = azure.worded(&at, &form(ask.query), &ask.fields)?;
         Ok(Order { method: ask.method, address, fields, generation })
     };
-    courier.send(azure, &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
+    courier.send(azure.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
 }
 
 fn condition(condition: &Precondition) -> String {
@@ -91,7 +101,7 @@ fn mark() -> String {
 
 /// The version of a blob that has this mark.
 fn marked(
-    azure: &AzureBlob,
+    azure: &dyn OpensContainers,
     courier: &Courier,
     at: &Location,
     mark: &str,
@@ -179,12 +189,12 @@ fn checked(reply: &Reply, crc: &str, at: &Location) -> Result<bool> {
 }
 
 impl AzureUploads {
-    pub(super) fn new(azure: Arc<AzureBlob>, common: Arc<Common>) -> Result<AzureUploads> {
+    pub(super) fn new(azure: Arc<dyn OpensContainers>, common: Arc<Common>) -> Result<AzureUploads> {
         Ok(AzureUploads { azure, courier: Arc::new(Courier::new(common)?) })
     }
 
     fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
-        send(&self.azure, &self.courier, ask, body, expected, watch)
+        send(&*self.azure, &self.courier, ask, body, expected, watch)
     }
 }
 
@@ -218,7 +228,7 @@ impl Uploads for AzureUploads {
             return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
         }
         let found = match reply.is_repeated {
-            true => marked(&self.azure, &self.courier, at, &mark, watch)?,
+            true => marked(&*self.azure, &self.courier, at, &mark, watch)?,
             false => None,
         };
         found.ok_or_else(|| changed(at, &reply))
@@ -258,7 +268,7 @@ impl Upload for AzureUpload {
         let ask = Ask { at: &self.at, method: "PUT", query: &query, fields: format!("x-ms-content-crc64: {crc}\r\n") };
         let length: usize = bytes.iter().map(|part| part.len()).sum();
         let ranged = |e: Error| e.range(offset..offset + length as u64);
-        let reply = send(&self.azure, &self.courier, &ask, bytes, &[], watch).map_err(ranged)?;
+        let reply = send(&*self.azure, &self.courier, &ask, bytes, &[], watch).map_err(ranged)?;
         let is_checked = checked(&reply, &crc, &self.at).map_err(ranged)?;
         lock(&self.there).insert(number, is_checked);
         Ok(())
@@ -279,12 +289,12 @@ impl Upload for AzureUpload {
             condition(&self.condition)
         );
         let ask = Ask { at: &self.at, method: "PUT", query: &[("comp", "blocklist".to_owned())], fields };
-        let reply = send(&self.azure, &self.courier, &ask, &[text.as_bytes()], &[409, 412], watch)?;
+        let reply = send(&*self.azure, &self.courier, &ask, &[text.as_bytes()], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
             return Ok(Uploaded { version: reply.field("etag"), is_checked });
         }
         let found = match reply.is_repeated {
-            true => marked(&self.azure, &self.courier, &self.at, &self.mark, watch)?,
+            true => marked(&*self.azure, &self.courier, &self.at, &self.mark, watch)?,
             false => None,
         };
         found.ok_or_else(|| changed(&self.at, &reply))

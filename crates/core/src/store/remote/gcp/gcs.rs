@@ -3,7 +3,7 @@
 
 use super::keys::Google;
 use super::settings::GcsSettings;
-use super::upload::GcsUploads;
+use super::upload::{GcsUploads, OpensBuckets};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::credentials::Credentials;
@@ -53,15 +53,6 @@ impl Gcs {
         Ok(Get { address: Address { server, target }, fields, generation, is_moved: false })
     }
 
-    /// Where requests that write go, with which token, and the number of these credentials. Waits for them.
-    pub(super) fn opened(&self) -> Result<(Address, Option<String>, u64)> {
-        let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
-        let opened = self
-            .credentials
-            .with_key(None, |token, generation| Ok((self.endpoint(token.as_deref())?, token.clone(), generation)));
-        opened.unwrap_or_else(none)
-    }
-
     /// The request for a page of a listing.
     fn page(&self, ask: &Ask<'_, Option<String>>) -> Result<Get> {
         let token = ask.key.as_deref();
@@ -77,6 +68,20 @@ impl Gcs {
         let is_theirs = address.server == there.server;
         let fields = token.filter(|_| is_theirs).map_or_else(String::new, bearer_field);
         Ok(Get { address, fields, generation: 0, is_moved: ask.moved.is_some() })
+    }
+}
+
+impl OpensBuckets for Gcs {
+    fn opened(&self) -> Result<(Address, Option<String>, u64)> {
+        let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
+        let opened = self
+            .credentials
+            .with_key(None, |token, generation| Ok((self.endpoint(token.as_deref())?, token.clone(), generation)));
+        opened.unwrap_or_else(none)
+    }
+
+    fn requests(&self) -> &dyn Requests {
+        self
     }
 }
 

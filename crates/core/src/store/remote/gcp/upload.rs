@@ -4,13 +4,12 @@
 //! Parts go one after the other, in multiples of 256 KiB. The last bytes go with the request that makes the object visible, and
 //! with the CRC32C of all of it, which the server compares.
 
-use super::gcs::Gcs;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::tokens::form;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
-use crate::store::remote::http::request::bearer_field;
+use crate::store::remote::http::request::{bearer_field, Requests};
 use crate::store::remote::listing::parts;
 use crate::store::remote::upload::{Courier, Order, Reply};
 use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
@@ -28,16 +27,25 @@ const LIMITS: PartLimits = PartLimits { least: STEP, most: 5 << 40, parts: u64::
 const GOES_ON: u16 = 308;
 const GIVEN_UP: u16 = 499;
 
+/// Opens buckets for requests that write.
+pub(super) trait OpensBuckets: Requests {
+    /// Where requests go, with which token, and the number of these credentials. Waits for them.
+    fn opened(&self) -> Result<(Address, Option<String>, u64)>;
+
+    /// The same as plain requests.
+    fn requests(&self) -> &dyn Requests;
+}
+
 /// Takes objects for buckets of Google Cloud Storage.
 #[derive(Debug)]
 pub(super) struct GcsUploads {
-    gcs: Arc<Gcs>,
+    gcs: Arc<dyn OpensBuckets>,
     courier: Arc<Courier>,
 }
 
 /// An object that comes in its order.
 struct GcsUpload {
-    gcs: Arc<Gcs>,
+    gcs: Arc<dyn OpensBuckets>,
     courier: Arc<Courier>,
     at: Location,
     /// Where its bytes go. It carries what allows that.
@@ -57,7 +65,7 @@ struct Sent {
 }
 
 impl GcsUploads {
-    pub(super) fn new(gcs: Arc<Gcs>, common: Arc<Common>) -> Result<GcsUploads> {
+    pub(super) fn new(gcs: Arc<dyn OpensBuckets>, common: Arc<Common>) -> Result<GcsUploads> {
         Ok(GcsUploads { gcs, courier: Arc::new(Courier::new(common)?) })
     }
 
@@ -85,7 +93,7 @@ impl GcsUploads {
             let fields = format!("{token}{}", ask.fields);
             Ok(Order { method: ask.method, address: Address { server, target }, fields, generation })
         };
-        self.courier.send(&*self.gcs, &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
+        self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
     }
 
     /// What the server says of an object; `None` if there is none.
@@ -239,7 +247,7 @@ impl GcsUpload {
             Ok(Order { method, address, fields, generation: u64::MAX })
         };
         let at = self.at.to_string();
-        self.courier.send(&*self.gcs, &at, &word, body, expected, watch).map_err(|e| e.at(&self.at))
+        self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(&self.at))
     }
 
     /// Sends these bytes, which begin at `offset`, until the server has all of them.
