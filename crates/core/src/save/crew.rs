@@ -2,8 +2,8 @@
 
 use super::chunks::{Chunk, ChunkPart, Supply};
 use super::late::{Made, Phase};
-use super::shared::Shared;
-use super::target::{Target, Written};
+use super::shared::SaveShared;
+use super::target::{SaveTarget, Written};
 use crate::device::api::Api;
 use crate::device::fetch::{Fetch, Range};
 use crate::error::{Error, ErrorKind, Result};
@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 const ASK_AGAIN: Duration = Duration::from_millis(50);
 
 pub(super) struct Work {
-    pub(super) target: Box<dyn Target>,
-    pub(super) shared: Shared,
+    pub(super) target: Box<dyn SaveTarget>,
+    pub(super) shared: SaveShared,
     pub(super) chunks: Vec<Chunk>,
     pub(super) pieces: Vec<ChunkPart>,
     /// Bytes of each file that are written, where its chunks are written one after the other.

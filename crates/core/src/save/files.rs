@@ -5,8 +5,8 @@ use super::folder::{self, Folder};
 use super::in_place;
 use super::output::{check_room, Output};
 use super::plan::SavePlan;
-use super::shared::{SaveReport, Shared};
-use super::target::{Target, Written};
+use super::shared::{SaveReport, SaveShared};
+use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::options::PAGE;
@@ -104,12 +104,12 @@ impl FilesTarget {
     }
 }
 
-impl Target for FilesTarget {
+impl SaveTarget for FilesTarget {
     fn is_in_order(&self, file: usize) -> bool {
         self.sinks[file].in_order
     }
 
-    fn write(&self, shared: &Shared, chunk: &Chunk, from: *mut u8) -> Result<Written> {
+    fn write(&self, shared: &SaveShared, chunk: &Chunk, from: *mut u8) -> Result<Written> {
         let sink = &self.sinks[chunk.file];
         let padded = chunk.len.next_multiple_of(PAGE);
         // SAFETY: a slab is as long as the longest chunk, which is whole pages; it is this thread's alone.
@@ -139,7 +139,7 @@ impl Target for FilesTarget {
         Ok(Written { direct: past.min(chunk.len), calls })
     }
 
-    fn write_from_place(&self, _shared: &Shared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written> {
+    fn write_from_place(&self, _shared: &SaveShared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written> {
         let (fd, _) = self.sinks[chunk.file].descriptor();
         let (mut done, mut calls) = (0, 0);
         // The piece that is being written, and how much of it is written.
@@ -176,7 +176,7 @@ impl Target for FilesTarget {
         Ok(Written { direct: 0, calls })
     }
 
-    fn conclude(&self, shared: &Shared) -> Result<()> {
+    fn conclude(&self, shared: &SaveShared) -> Result<()> {
         let given_up = || match shared.cancelled.load(Ordering::Relaxed) {
             true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
             false => Ok(()),
@@ -220,7 +220,7 @@ impl Target for FilesTarget {
         Ok(())
     }
 
-    fn clear(&self, _shared: &Shared, _is_complete: bool) -> Vec<String> {
+    fn clear(&self, _shared: &SaveShared, _is_complete: bool) -> Vec<String> {
         // A file that did not get its name goes with its output.
         lock(&self.outputs).clear();
         Vec::new()
@@ -231,7 +231,7 @@ impl Target for FilesTarget {
     }
 }
 
-fn refuse_direct(shared: &Shared, sink: &Sink, cause: &io::Error) {
+fn refuse_direct(shared: &SaveShared, sink: &Sink, cause: &io::Error) {
     if !sink.refused.swap(true, Ordering::Relaxed) {
         let reason = format!("{}: {cause}", sink.path.display());
         let mut state = lock(&shared.state);
@@ -242,7 +242,7 @@ fn refuse_direct(shared: &Shared, sink: &Sink, cause: &io::Error) {
 }
 
 /// Writes the names in a directory to the disk.
-fn settle(shared: &Shared, folder: &Path) -> Result<()> {
+fn settle(shared: &SaveShared, folder: &Path) -> Result<()> {
     folder::sync(folder)?.into_iter().for_each(|refused| shared.add_fallback(refused));
     Ok(())
 }

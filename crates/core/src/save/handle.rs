@@ -6,8 +6,8 @@ use super::files::FilesTarget;
 use super::late::Phase;
 use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
-use super::shared::{SaveReport, Shared};
-use super::target::Target;
+use super::shared::{SaveReport, SaveShared};
+use super::target::SaveTarget;
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Keep;
 use crate::options::{Options, HUGE_PAGE, PAGE};
@@ -75,8 +75,8 @@ pub struct Save {
 }
 
 /// The place of the files, and how it is written to.
-struct Place {
-    target: Box<dyn Target>,
+struct SavePlace {
+    target: Box<dyn SaveTarget>,
     /// Bytes of a chunk, at most.
     extent: u64,
     /// True if chunks are written out of slabs, wherever tensors are.
@@ -85,7 +85,7 @@ struct Place {
     writers: usize,
 }
 
-impl Place {
+impl SavePlace {
     fn of(
         plan: &mut SavePlan,
         folder: &Location,
@@ -94,13 +94,13 @@ impl Place {
         sync: bool,
         options: &Options,
         report: &mut SaveReport,
-    ) -> Result<Place> {
+    ) -> Result<SavePlace> {
         let extent = options.extent.next_multiple_of(PAGE);
         let scheme = match folder {
             Location::Path(folder) => {
                 let target = FilesTarget::new(plan, folder, checkpoint, sync, report)?;
                 let (is_direct, writers) = (target.is_direct(), CACHE_WRITERS.min(plan.files.len()));
-                return Ok(Place { target: Box::new(target), extent, is_direct, writers });
+                return Ok(SavePlace { target: Box::new(target), extent, is_direct, writers });
             }
             Location::Url(_) => folder.scheme().unwrap_or_default(),
         };
@@ -108,7 +108,7 @@ impl Place {
         let store = stores.of(scheme).ok_or_else(unknown)?;
         let target = ObjectsTarget::new(plan, folder, &store, checkpoint, extent.max(PART), report)?;
         let (extent, writers) = (target.part(), SENDERS.min(target.connections()));
-        Ok(Place { target: Box::new(target), extent, is_direct: false, writers })
+        Ok(SavePlace { target: Box::new(target), extent, is_direct: false, writers })
     }
 }
 
@@ -122,11 +122,11 @@ impl Save {
         let began = Instant::now();
         let SaveRequest { mut plan, folder, stores, checkpoint, tensors, keep, sync, options } = request;
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
-        let place = Place::of(&mut plan, &folder, &stores, checkpoint.as_deref(), sync, &options, &mut report)?;
+        let place = SavePlace::of(&mut plan, &folder, &stores, checkpoint.as_deref(), sync, &options, &mut report)?;
         report.file_bytes = plan.files.iter().map(|file| file.size).sum();
         report.files = plan.files.len() + usize::from(plan.index.is_some());
         let names = plan.names();
-        let Place { target, extent, is_direct, writers } = place;
+        let SavePlace { target, extent, is_direct, writers } = place;
         let (chunks, pieces, late) = cut(&plan, &tensors, extent)?;
         let staged = is_direct || pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
         let most = match (options.threads, staged) {
@@ -142,7 +142,7 @@ impl Save {
             staging = Some(Mutex::new(Some(share)));
         }
         report.threads = crew;
-        let shared = Shared::new(began, crew, late, report);
+        let shared = SaveShared::new(began, crew, late, report);
         let work = Arc::new(Work {
             target,
             shared,

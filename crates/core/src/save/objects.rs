@@ -11,8 +11,8 @@
 use super::chunks::{Chunk, ChunkPart, Supply};
 use super::folder::belongs;
 use super::plan::{SavePlan, INDEX_SUFFIX, SUFFIX};
-use super::shared::{SaveReport, Shared};
-use super::target::{Target, Written};
+use super::shared::{SaveReport, SaveShared};
+use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::store::upload::{Patient, Precondition, Upload, UploadWatch, Uploaded, Uploads};
@@ -60,10 +60,10 @@ struct ObjectUnderWay {
     size: u64,
     /// Chunks that have not been sent.
     left: AtomicUsize,
-    stage: Mutex<Stage>,
+    stage: Mutex<UploadStage>,
 }
 
-enum Stage {
+enum UploadStage {
     Away,
     Sending(Arc<dyn Upload>),
     /// It may be there: the server was told that all parts are.
@@ -86,7 +86,7 @@ struct Before {
 }
 
 /// The save that waits for an upload.
-struct SaveWatch<'s>(&'s Shared);
+struct SaveWatch<'s>(&'s SaveShared);
 
 impl UploadWatch for SaveWatch<'_> {
     fn check(&self) -> Result<()> {
@@ -110,7 +110,7 @@ impl UploadWatch for SaveWatch<'_> {
 struct Lingering<'s>(SaveWatch<'s>, Mutex<Option<Instant>>);
 
 impl<'s> Lingering<'s> {
-    fn of(shared: &'s Shared) -> Lingering<'s> {
+    fn of(shared: &'s SaveShared) -> Lingering<'s> {
         Lingering(SaveWatch(shared), Mutex::new(None))
     }
 }
@@ -178,7 +178,7 @@ impl ObjectsTarget {
             at: folder.within(&file.name),
             size: file.size,
             left: AtomicUsize::new(file.size.div_ceil(part) as usize),
-            stage: Mutex::new(Stage::Away),
+            stage: Mutex::new(UploadStage::Away),
         };
         let objects = plan.files.iter().map(object).collect();
         let index = plan.index_name().map(|name| folder.within(OsStr::new(&name))).zip(plan.index.clone());
@@ -213,14 +213,14 @@ impl ObjectsTarget {
         }
     }
 
-    fn upload(&self, object: &ObjectUnderWay, shared: &Shared) -> Result<Arc<dyn Upload>> {
+    fn upload(&self, object: &ObjectUnderWay, shared: &SaveShared) -> Result<Arc<dyn Upload>> {
         let mut stage = lock(&object.stage);
         match &*stage {
-            Stage::Sending(upload) => Ok(upload.clone()),
-            Stage::Finishing(_) | Stage::There(_) => {
+            UploadStage::Sending(upload) => Ok(upload.clone()),
+            UploadStage::Finishing(_) | UploadStage::There(_) => {
                 Err(Error::new(ErrorKind::Internal, "a part of an object that is complete"))
             }
-            Stage::Away => {
+            UploadStage::Away => {
                 let condition = match self.is_visible(object) {
                     true => self.condition(&object.at),
                     false => Precondition::Absent,
@@ -230,13 +230,13 @@ impl ObjectsTarget {
                 watch.0.check()?;
                 let upload = self.uploads.begin(&object.at, object.size, self.part, &condition, &watch)?;
                 let upload: Arc<dyn Upload> = upload.into();
-                *stage = Stage::Sending(upload.clone());
+                *stage = UploadStage::Sending(upload.clone());
                 Ok(upload)
             }
         }
     }
 
-    fn send(&self, shared: &Shared, chunk: &Chunk, bytes: &[&[u8]]) -> Result<Written> {
+    fn send(&self, shared: &SaveShared, chunk: &Chunk, bytes: &[&[u8]]) -> Result<Written> {
         let (object, watch) = (&self.objects[chunk.file], SaveWatch(shared));
         let range = chunk.offset..chunk.offset + chunk.len;
         let located = |e: Error| e.at(&object.at).range(range.clone());
@@ -250,10 +250,10 @@ impl ObjectsTarget {
 
     fn finish(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<()> {
         let mut stage = lock(&object.stage);
-        if let Stage::Sending(upload) = &*stage {
+        if let UploadStage::Sending(upload) = &*stage {
             let upload = upload.clone();
-            *stage = Stage::Finishing(upload.clone());
-            *stage = Stage::There(upload.finish(watch).map_err(|e| e.at(&object.at))?);
+            *stage = UploadStage::Finishing(upload.clone());
+            *stage = UploadStage::There(upload.finish(watch).map_err(|e| e.at(&object.at))?);
         }
         Ok(())
     }
@@ -263,11 +263,11 @@ impl ObjectsTarget {
         // A single file that is there is the new checkpoint. A shard is of no use without the index.
         let is_shard = !self.is_visible(object);
         let remove = || if is_shard { self.uploads.remove(&object.at, watch) } else { Ok(()) };
-        match std::mem::replace(&mut *lock(&object.stage), Stage::Away) {
-            Stage::Away => Ok(()),
-            Stage::Sending(upload) => upload.abort(watch),
-            Stage::Finishing(upload) => upload.abort(watch).and_then(|()| remove()),
-            Stage::There(_) => remove(),
+        match std::mem::replace(&mut *lock(&object.stage), UploadStage::Away) {
+            UploadStage::Away => Ok(()),
+            UploadStage::Sending(upload) => upload.abort(watch),
+            UploadStage::Finishing(upload) => upload.abort(watch).and_then(|()| remove()),
+            UploadStage::There(_) => remove(),
         }
     }
 
@@ -315,7 +315,7 @@ impl ObjectsTarget {
     }
 
     /// Removes the objects of the earlier checkpoint. What may not be removed is told, and stays.
-    fn remove_earlier(&self, shared: &Shared) -> Result<()> {
+    fn remove_earlier(&self, shared: &SaveShared) -> Result<()> {
         let index = self.index.iter().map(|(at, _)| at);
         let new: Vec<&Location> = self.objects.iter().map(|object| &object.at).chain(index).collect();
         let (mut stay, mut failed) = (Vec::new(), None);
@@ -338,18 +338,18 @@ impl ObjectsTarget {
     }
 }
 
-impl Target for ObjectsTarget {
+impl SaveTarget for ObjectsTarget {
     fn is_in_order(&self, _file: usize) -> bool {
         self.in_order
     }
 
-    fn write(&self, shared: &Shared, chunk: &Chunk, from: *mut u8) -> Result<Written> {
+    fn write(&self, shared: &SaveShared, chunk: &Chunk, from: *mut u8) -> Result<Written> {
         // SAFETY: a slab has room for a chunk, and it is this thread's alone.
         let bytes = unsafe { std::slice::from_raw_parts(from, chunk.len as usize) };
         self.send(shared, chunk, &[bytes])
     }
 
-    fn write_from_place(&self, shared: &Shared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written> {
+    fn write_from_place(&self, shared: &SaveShared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written> {
         let piece = |piece: &ChunkPart| match piece.from {
             // SAFETY: the save keeps the tensor's memory alive. If its owner writes to it meanwhile, the checksum does not fit,
             // and the server refuses the part.
@@ -360,14 +360,14 @@ impl Target for ObjectsTarget {
         self.send(shared, chunk, &bytes)
     }
 
-    fn conclude(&self, shared: &Shared) -> Result<()> {
+    fn conclude(&self, shared: &SaveShared) -> Result<()> {
         let watch = SaveWatch(shared);
         watch
             .check()
             .map_err(|e| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned()))?;
         self.publish(&watch)?;
         let is_checked =
-            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), Stage::There(there) if there.is_checked);
+            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_checked);
         if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
             let reason = format!("{}: the server says no checksum", object.at.as_path().display());
             shared.add_fallback(Fallback { from: "checksum by the server", to: "none", reason });
@@ -375,7 +375,7 @@ impl Target for ObjectsTarget {
         self.remove_earlier(shared)
     }
 
-    fn clear(&self, _shared: &Shared, is_complete: bool) -> Vec<String> {
+    fn clear(&self, _shared: &SaveShared, is_complete: bool) -> Vec<String> {
         let visible = *lock(&self.visible);
         if is_complete || visible == Visible::Yes {
             return Vec::new();
@@ -423,7 +423,7 @@ fn part_of(plan: &SavePlan, uploads: &dyn Uploads, extent: u64) -> Result<u64> {
     })
 }
 
-/// What is known after a request that was to make the checkpoint visible has failed so.
+/// Whether the checkpoint is visible after a request for that has failed so.
 fn after(e: &Error) -> Visible {
     let is_refused = e.status().is_some_and(|status| (400..500).contains(&status) && status != 408);
     match is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission) {

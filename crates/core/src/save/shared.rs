@@ -40,7 +40,7 @@ pub struct SaveReport {
 }
 
 /// See the module's documentation.
-pub(super) struct Shared {
+pub(super) struct SaveShared {
     pub(super) cancelled: AtomicBool,
     pub(super) began: Instant,
     pub(super) state: Mutex<SaveState>,
@@ -65,8 +65,8 @@ pub(super) struct SaveState {
     pub(super) report: SaveReport,
 }
 
-impl Shared {
-    pub(super) fn new(began: Instant, crew: usize, late: Vec<Late>, report: SaveReport) -> Shared {
+impl SaveShared {
+    pub(super) fn new(began: Instant, crew: usize, late: Vec<Late>, report: SaveReport) -> SaveShared {
         let state = SaveState {
             written: 0,
             working: crew,
@@ -80,7 +80,7 @@ impl Shared {
             outcome: None,
             report,
         };
-        Shared { cancelled: AtomicBool::new(false), began, state: Mutex::new(state), changed: Condvar::new() }
+        SaveShared { cancelled: AtomicBool::new(false), began, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// True if nothing more needs to be written: the save was given up, or has failed.

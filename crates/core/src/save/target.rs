@@ -1,7 +1,7 @@
 //! The place where the files of a save go: a folder, or a bucket.
 
 use super::chunks::{Chunk, ChunkPart};
-use super::shared::Shared;
+use super::shared::SaveShared;
 use crate::error::Result;
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub(super) struct Written {
 }
 
 /// See the module's documentation.
-pub(super) trait Target: Send + Sync {
+pub(super) trait SaveTarget: Send + Sync {
     /// True if the chunks of this file are written one after the other.
     fn is_in_order(&self, file: usize) -> bool;
 
@@ -23,23 +23,23 @@ pub(super) trait Target: Send + Sync {
     ///
     /// # Errors
     /// The errors of writing; they name the file and the range.
-    fn write(&self, shared: &Shared, chunk: &Chunk, from: *mut u8) -> Result<Written>;
+    fn write(&self, shared: &SaveShared, chunk: &Chunk, from: *mut u8) -> Result<Written>;
 
     /// Writes a chunk from where its bytes are, in memory of this process.
     ///
     /// # Errors
     /// As for [`write`](Self::write).
-    fn write_from_place(&self, shared: &Shared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written>;
+    fn write_from_place(&self, shared: &SaveShared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written>;
 
     /// Everything is written: gives the files their names, the index last.
     ///
     /// # Errors
     /// The errors of that; `Cancelled` if the save was given up before.
-    fn conclude(&self, shared: &Shared) -> Result<()>;
+    fn conclude(&self, shared: &SaveShared) -> Result<()>;
 
     /// Lets go of the files that have not got their names; of all of them unless `is_complete`. Returns those that stay in spite
     /// of that, in words.
-    fn clear(&self, shared: &Shared, is_complete: bool) -> Vec<String>;
+    fn clear(&self, shared: &SaveShared, is_complete: bool) -> Vec<String>;
 
     /// True if a disk of this machine is busy with it.
     fn uses_disk(&self) -> bool;

@@ -11,7 +11,7 @@ use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::Requests;
 use crate::store::remote::http::xml;
-use crate::store::remote::upload::{Courier, Order, Reply};
+use crate::store::remote::upload::{Courier, Reply, WriteOrder};
 use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
@@ -56,10 +56,10 @@ struct S3Upload {
     size: u64,
     condition: Precondition,
     /// ETag and CRC32C of each part that the server has, and whether the server has compared it.
-    parts: Mutex<BTreeMap<u32, Part>>,
+    parts: Mutex<BTreeMap<u32, S3Part>>,
 }
 
-struct Part {
+struct S3Part {
     etag: String,
     crc: u32,
     is_checked: bool,
@@ -70,13 +70,13 @@ impl S3Uploads {
         Ok(S3Uploads { s3, courier: Arc::new(Courier::new(common)?) })
     }
 
-    fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
+    fn send(&self, ask: &S3Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
         send(&*self.s3, &self.courier, ask, body, expected, watch)
     }
 }
 
 /// A request for one object.
-struct Ask<'a> {
+struct S3Ask<'a> {
     at: &'a Location,
     method: &'static str,
     query: &'a [(&'static str, String)],
@@ -86,7 +86,7 @@ struct Ask<'a> {
 fn send(
     s3: &dyn SignsWrites,
     courier: &Courier,
-    ask: &Ask<'_>,
+    ask: &S3Ask<'_>,
     body: &[&[u8]],
     expected: &[u16],
     watch: &dyn UploadWatch,
@@ -94,7 +94,7 @@ fn send(
     let at = ask.at.to_string();
     let word = || {
         let (address, fields, generation) = s3.worded(&at, ask.method, &form(ask.query), ask.fields)?;
-        Ok(Order { method: ask.method, address, fields, generation })
+        Ok(WriteOrder { method: ask.method, address, fields, generation })
     };
     courier.send(s3.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
 }
@@ -136,7 +136,7 @@ impl Uploads for S3Uploads {
         watch: &dyn UploadWatch,
     ) -> Result<Box<dyn Upload>> {
         let fields = [("x-amz-checksum-algorithm", "CRC32C".to_owned()), ("content-type", content_type(at))];
-        let ask = Ask { at, method: "POST", query: &[("uploads", String::new())], fields: &fields };
+        let ask = S3Ask { at, method: "POST", query: &[("uploads", String::new())], fields: &fields };
         let reply = self.send(&ask, &[], &[], watch)?;
         let found = texts(&reply, "InitiateMultipartUploadResult", at)?;
         let id = found.get("UploadId").filter(|id| !id.is_empty()).cloned();
@@ -149,7 +149,7 @@ impl Uploads for S3Uploads {
         let crc = sum(crc32c::crc32c(bytes));
         let mut fields = condition(when);
         fields.extend([(SUM, crc.clone()), ("content-type", content_type(at))]);
-        let ask = Ask { at, method: "PUT", query: &[], fields: &fields };
+        let ask = S3Ask { at, method: "PUT", query: &[], fields: &fields };
         let reply = self.send(&ask, &[bytes], &[412], watch)?;
         if reply.status != 412 {
             return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
@@ -164,13 +164,13 @@ impl Uploads for S3Uploads {
     }
 
     fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
-        let ask = Ask { at, method: "HEAD", query: &[], fields: &[] };
+        let ask = S3Ask { at, method: "HEAD", query: &[], fields: &[] };
         let reply = self.send(&ask, &[], &[404], watch)?;
         Ok((reply.status != 404).then(|| reply.field("etag").unwrap_or_default()))
     }
 
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
-        let ask = Ask { at, method: "DELETE", query: &[], fields: &[] };
+        let ask = S3Ask { at, method: "DELETE", query: &[], fields: &[] };
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
@@ -199,7 +199,7 @@ fn is_there(
     watch: &dyn UploadWatch,
 ) -> Result<Option<Uploaded>> {
     let fields = [("x-amz-checksum-mode", "ENABLED".to_owned())];
-    let ask = Ask { at, method: "HEAD", query: &[], fields: &fields };
+    let ask = S3Ask { at, method: "HEAD", query: &[], fields: &fields };
     let reply = send(s3, courier, &ask, &[], &[404], watch)?;
     let is_it = reply.status != 404
         && reply.field(SUM).is_some_and(|found| found == crc)
@@ -244,7 +244,7 @@ fn texts(reply: &Reply, root: &str, at: &Location) -> Result<BTreeMap<String, St
 }
 
 impl S3Upload {
-    fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
+    fn send(&self, ask: &S3Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
         send(&*self.s3, &self.courier, ask, body, expected, watch)
     }
 
@@ -256,7 +256,7 @@ impl S3Upload {
     fn listed(&self) -> (String, String, bool) {
         let parts = lock(&self.parts);
         let (mut text, mut sums, mut is_checked) = ("<CompleteMultipartUpload>".to_owned(), Vec::new(), true);
-        for (number, Part { etag, crc, is_checked: is_part_checked }) in parts.iter() {
+        for (number, S3Part { etag, crc, is_checked: is_part_checked }) in parts.iter() {
             let etag = etag.replace('&', "&amp;").replace('"', "&quot;").replace('<', "&lt;");
             let _ = write!(text, "<Part><PartNumber>{}</PartNumber><ETag>{etag}</ETag>", number + 1);
             if *is_part_checked {
@@ -277,14 +277,14 @@ impl Upload for S3Upload {
         let said = sum(crc);
         let query = [("partNumber", (number + 1).to_string()), self.id()];
         let fields = [(SUM, said.clone())];
-        let ask = Ask { at: &self.at, method: "PUT", query: &query, fields: &fields };
+        let ask = S3Ask { at: &self.at, method: "PUT", query: &query, fields: &fields };
         let length: usize = bytes.iter().map(|part| part.len()).sum();
         let ranged = |e: Error| e.range(offset..offset + length as u64);
         let reply = self.send(&ask, bytes, &[], watch).map_err(ranged)?;
         let is_checked = checked(&reply, &said, &self.at).map_err(ranged)?;
         let none = || ranged(reply.unexpected("the server gives a part no ETag").at(&self.at));
         let etag = reply.field("etag").ok_or_else(none)?;
-        lock(&self.parts).insert(number, Part { etag, crc, is_checked });
+        lock(&self.parts).insert(number, S3Part { etag, crc, is_checked });
         Ok(())
     }
 
@@ -293,7 +293,7 @@ impl Upload for S3Upload {
         let mut fields = condition(&self.condition);
         fields.push(("content-type", "application/xml".to_owned()));
         let query = [self.id()];
-        let ask = Ask { at: &self.at, method: "POST", query: &query, fields: &fields };
+        let ask = S3Ask { at: &self.at, method: "POST", query: &query, fields: &fields };
         let reply = self.send(&ask, &[text.as_bytes()], &[404, 412], watch)?;
         if matches!(reply.status, 404 | 412) {
             // The server may have done so at an earlier try whose answer was lost: then it knows the upload no more.
@@ -317,7 +317,7 @@ impl Upload for S3Upload {
 
     fn abort(&self, watch: &dyn UploadWatch) -> Result<()> {
         let query = [self.id()];
-        let ask = Ask { at: &self.at, method: "DELETE", query: &query, fields: &[] };
+        let ask = S3Ask { at: &self.at, method: "DELETE", query: &query, fields: &[] };
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 }

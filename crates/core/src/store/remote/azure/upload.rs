@@ -10,7 +10,7 @@ use crate::store::remote::auth::tokens::form;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::Requests;
-use crate::store::remote::upload::{Courier, Order, Reply};
+use crate::store::remote::upload::{Courier, Reply, WriteOrder};
 use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
@@ -52,7 +52,7 @@ struct AzureUpload {
 }
 
 /// A request for one blob.
-struct Ask<'a> {
+struct AzureAsk<'a> {
     at: &'a Location,
     method: &'static str,
     query: &'a [(&'static str, String)],
@@ -62,7 +62,7 @@ struct Ask<'a> {
 fn send(
     azure: &dyn OpensContainers,
     courier: &Courier,
-    ask: &Ask<'_>,
+    ask: &AzureAsk<'_>,
     body: &[&[u8]],
     expected: &[u16],
     watch: &dyn UploadWatch,
@@ -70,7 +70,7 @@ fn send(
     let at = ask.at.to_string();
     let word = || {
         let (address, fields, generation) = azure.worded(&at, &form(ask.query), &ask.fields)?;
-        Ok(Order { method: ask.method, address, fields, generation })
+        Ok(WriteOrder { method: ask.method, address, fields, generation })
     };
     courier.send(azure.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
 }
@@ -107,7 +107,7 @@ fn marked(
     mark: &str,
     watch: &dyn UploadWatch,
 ) -> Result<Option<Uploaded>> {
-    let ask = Ask { at, method: "HEAD", query: &[], fields: String::new() };
+    let ask = AzureAsk { at, method: "HEAD", query: &[], fields: String::new() };
     let reply = send(azure, courier, &ask, &[], &[404], watch)?;
     let is_it = reply.status != 404 && reply.field(MARK).is_some_and(|found| found == mark);
     Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true }))
@@ -193,7 +193,7 @@ impl AzureUploads {
         Ok(AzureUploads { azure, courier: Arc::new(Courier::new(common)?) })
     }
 
-    fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
+    fn send(&self, ask: &AzureAsk<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
         send(&*self.azure, &self.courier, ask, body, expected, watch)
     }
 }
@@ -222,7 +222,7 @@ impl Uploads for AzureUploads {
             content_type(at),
             condition(when)
         );
-        let ask = Ask { at, method: "PUT", query: &[], fields };
+        let ask = AzureAsk { at, method: "PUT", query: &[], fields };
         let reply = self.send(&ask, &[bytes], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
             return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
@@ -235,13 +235,13 @@ impl Uploads for AzureUploads {
     }
 
     fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
-        let ask = Ask { at, method: "HEAD", query: &[], fields: String::new() };
+        let ask = AzureAsk { at, method: "HEAD", query: &[], fields: String::new() };
         let reply = self.send(&ask, &[], &[404], watch)?;
         Ok((reply.status != 404).then(|| reply.field("etag").unwrap_or_default()))
     }
 
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
-        let ask = Ask { at, method: "DELETE", query: &[], fields: String::new() };
+        let ask = AzureAsk { at, method: "DELETE", query: &[], fields: String::new() };
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
@@ -265,7 +265,8 @@ impl Upload for AzureUpload {
     fn part(&self, number: u32, offset: u64, bytes: &[&[u8]], watch: &dyn UploadWatch) -> Result<()> {
         let crc = crc64(bytes);
         let query = [("comp", "block".to_owned()), ("blockid", self.block(number))];
-        let ask = Ask { at: &self.at, method: "PUT", query: &query, fields: format!("x-ms-content-crc64: {crc}\r\n") };
+        let ask =
+            AzureAsk { at: &self.at, method: "PUT", query: &query, fields: format!("x-ms-content-crc64: {crc}\r\n") };
         let length: usize = bytes.iter().map(|part| part.len()).sum();
         let ranged = |e: Error| e.range(offset..offset + length as u64);
         let reply = send(&*self.azure, &self.courier, &ask, bytes, &[], watch).map_err(ranged)?;
@@ -288,7 +289,7 @@ impl Upload for AzureUpload {
             self.mark,
             condition(&self.condition)
         );
-        let ask = Ask { at: &self.at, method: "PUT", query: &[("comp", "blocklist".to_owned())], fields };
+        let ask = AzureAsk { at: &self.at, method: "PUT", query: &[("comp", "blocklist".to_owned())], fields };
         let reply = send(&*self.azure, &self.courier, &ask, &[text.as_bytes()], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
             return Ok(Uploaded { version: reply.field("etag"), is_checked });

@@ -11,7 +11,7 @@ use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::{bearer_field, Requests};
 use crate::store::remote::listing::parts;
-use crate::store::remote::upload::{Courier, Order, Reply};
+use crate::store::remote::upload::{Courier, Reply, WriteOrder};
 use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
@@ -51,15 +51,15 @@ struct GcsUpload {
     /// Where its bytes go. It carries what allows that.
     session: Address,
     size: u64,
-    sent: Mutex<Sent>,
+    sent: Mutex<GcsSent>,
 }
 
 /// The bytes that have been sent.
 #[derive(Default)]
-struct Sent {
+struct GcsSent {
     /// So many the server has.
     there: u64,
-    /// Those behind them, fewer than a step: they go with the last request.
+    /// The bytes behind them, fewer than a step: they go with the last request.
     rest: Vec<u8>,
     crc: u32,
 }
@@ -70,7 +70,7 @@ impl GcsUploads {
     }
 
     /// Sends a request to the JSON API, with a token.
-    fn send(&self, ask: &Ask<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
+    fn send(&self, ask: &GcsAsk<'_>, body: &[&[u8]], expected: &[u16], watch: &dyn UploadWatch) -> Result<Reply> {
         let at = ask.at.to_string();
         let word = || {
             let (bucket, key) = parts(&at)?;
@@ -79,11 +79,11 @@ impl GcsUploads {
             }
             let (endpoint, token, generation) = self.gcs.opened()?;
             let (place, in_path) = match ask.kind {
-                Kind::Object => ("storage/v1", format!("/{}", form(&[("", key)]).trim_start_matches('='))),
-                Kind::Upload => ("upload/storage/v1", String::new()),
+                GcsResource::Object => ("storage/v1", format!("/{}", form(&[("", key)]).trim_start_matches('='))),
+                GcsResource::Upload => ("upload/storage/v1", String::new()),
             };
             let mut query = ask.query.to_vec();
-            if matches!(ask.kind, Kind::Upload) {
+            if matches!(ask.kind, GcsResource::Upload) {
                 query.push(("name", key.to_owned()));
             }
             let query = if query.is_empty() { String::new() } else { format!("?{}", form(&query)) };
@@ -91,30 +91,30 @@ impl GcsUploads {
             let target = format!("{}/{place}/b/{bucket}/o{in_path}{query}", target.trim_end_matches('/'));
             let token = token.as_deref().map_or_else(String::new, bearer_field);
             let fields = format!("{token}{}", ask.fields);
-            Ok(Order { method: ask.method, address: Address { server, target }, fields, generation })
+            Ok(WriteOrder { method: ask.method, address: Address { server, target }, fields, generation })
         };
         self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
     }
 
-    /// What the server says of an object; `None` if there is none.
+    /// The description of an object; `None` if there is none.
     fn found(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Value>> {
-        let ask = Ask { at, kind: Kind::Object, method: "GET", query: &[], fields: String::new() };
+        let ask = GcsAsk { at, kind: GcsResource::Object, method: "GET", query: &[], fields: String::new() };
         let reply = self.send(&ask, &[], &[404], watch)?;
         (reply.status != 404).then(|| said(&reply, at)).transpose()
     }
 }
 
 /// A request for one object.
-struct Ask<'a> {
+struct GcsAsk<'a> {
     at: &'a Location,
-    kind: Kind,
+    kind: GcsResource,
     method: &'static str,
     query: &'a [(&'static str, String)],
     fields: String,
 }
 
 /// The resource that a request is for.
-enum Kind {
+enum GcsResource {
     Object,
     Upload,
 }
@@ -183,7 +183,7 @@ impl Uploads for GcsUploads {
         let fields = format!(
             "Content-Type: application/json\r\nX-Upload-Content-Type: {kind}\r\nX-Upload-Content-Length: {size}\r\n"
         );
-        let ask = Ask { at, kind: Kind::Upload, method: "POST", query: &query, fields };
+        let ask = GcsAsk { at, kind: GcsResource::Upload, method: "POST", query: &query, fields };
         let about = json!({ "contentType": kind }).to_string();
         let reply = self.send(&ask, &[about.as_bytes()], &[412], watch)?;
         if reply.status == 412 {
@@ -200,7 +200,7 @@ impl Uploads for GcsUploads {
         let mut query = condition(when);
         query.push(("uploadType", "media".to_owned()));
         let fields = format!("Content-Type: {}\r\nX-Goog-Hash: crc32c={crc}\r\n", content_type(at));
-        let ask = Ask { at, kind: Kind::Upload, method: "POST", query: &query, fields };
+        let ask = GcsAsk { at, kind: GcsResource::Upload, method: "POST", query: &query, fields };
         let reply = self.send(&ask, &[bytes], &[412], watch)?;
         if reply.status != 412 {
             return uploaded(&reply, &crc, at);
@@ -219,7 +219,7 @@ impl Uploads for GcsUploads {
     }
 
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
-        let ask = Ask { at, kind: Kind::Object, method: "DELETE", query: &[], fields: String::new() };
+        let ask = GcsAsk { at, kind: GcsResource::Object, method: "DELETE", query: &[], fields: String::new() };
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
@@ -244,7 +244,7 @@ impl GcsUpload {
     ) -> Result<Reply> {
         let word = || {
             let (address, fields) = (self.session.clone(), fields.to_owned());
-            Ok(Order { method, address, fields, generation: u64::MAX })
+            Ok(WriteOrder { method, address, fields, generation: u64::MAX })
         };
         let at = self.at.to_string();
         self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(&self.at))

@@ -23,7 +23,7 @@ const STEP: usize = 256 << 10;
 const TICK: Duration = Duration::from_millis(200);
 
 /// How long a thread waits for a server, and how much it sends.
-pub(in crate::store::remote) trait Pace {
+pub(in crate::store::remote) trait LinePace {
     /// The time that is left.
     ///
     /// # Errors
@@ -47,7 +47,7 @@ pub(in crate::store::remote) trait Pace {
 /// One moment until which everything must be done.
 pub(in crate::store::remote) struct Deadline(pub(in crate::store::remote) Instant);
 
-impl Pace for Deadline {
+impl LinePace for Deadline {
     fn left(&self) -> io::Result<Duration> {
         let left = self.0.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -89,7 +89,7 @@ impl Line {
         server: &Server,
         is_direct: bool,
         patience: Duration,
-        pace: &dyn Pace,
+        pace: &dyn LinePace,
     ) -> io::Result<Line> {
         let proxy = if is_direct { None } else { common.proxy(server).map_err(refuse)? };
         let to = proxy.map_or(server, |proxy| &proxy.server);
@@ -144,7 +144,7 @@ impl Line {
         &mut self,
         head: Vec<u8>,
         body: &[&[u8]],
-        pace: &dyn Pace,
+        pace: &dyn LinePace,
     ) -> io::Result<Parts> {
         self.keeps = false;
         let is_head = head.starts_with(b"HEAD ");
@@ -159,7 +159,7 @@ impl Line {
         }
     }
 
-    fn say(&mut self, head: &[u8], body: &[&[u8]], pace: &dyn Pace) -> io::Result<()> {
+    fn say(&mut self, head: &[u8], body: &[&[u8]], pace: &dyn LinePace) -> io::Result<()> {
         // Short parts go together: each call on the socket costs.
         let mut short: Vec<u8> =
             Vec::with_capacity(STEP.min(head.len() + body.iter().map(|part| part.len()).sum::<usize>()));
@@ -181,7 +181,7 @@ impl Line {
         self.until(pace, |stream| stream.flush())
     }
 
-    fn write(&mut self, mut bytes: &[u8], pace: &dyn Pace) -> io::Result<()> {
+    fn write(&mut self, mut bytes: &[u8], pace: &dyn LinePace) -> io::Result<()> {
         while !bytes.is_empty() {
             let most = pace.may_send(bytes.len().min(STEP))?;
             let sent = self.until(pace, |stream| stream.write(&bytes[..most]))?;
@@ -195,7 +195,7 @@ impl Line {
     }
 
     /// The result of a call on the stream that may take several ticks.
-    fn until<T>(&mut self, pace: &dyn Pace, mut call: impl FnMut(&mut dyn Wire) -> io::Result<T>) -> io::Result<T> {
+    fn until<T>(&mut self, pace: &dyn LinePace, mut call: impl FnMut(&mut dyn Wire) -> io::Result<T>) -> io::Result<T> {
         loop {
             match call(&mut *self.stream) {
                 Err(e) if is_tick(&e) => drop(pace.left()?),
@@ -205,7 +205,7 @@ impl Line {
     }
 
     /// The answer. With `is_over` only one that is there already counts: the connection is gone.
-    fn hear(&mut self, pace: &dyn Pace, is_head: bool, is_over: bool) -> io::Result<Parts> {
+    fn hear(&mut self, pace: &dyn LinePace, is_head: bool, is_over: bool) -> io::Result<Parts> {
         let mut received = Vec::new();
         let mut part = vec![0; 64 << 10];
         loop {

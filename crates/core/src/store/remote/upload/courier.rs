@@ -6,7 +6,7 @@ use crate::store::remote::http::address::{Address, Server};
 use crate::store::remote::http::answer::{Answer, Expected, Verdict};
 use crate::store::remote::http::common::{is_busy, Common, LOOK, MOST_REDIRECTS};
 use crate::store::remote::http::jitter::Jitter;
-use crate::store::remote::http::line::{late, Line, Pace, Parts};
+use crate::store::remote::http::line::{late, Line, LinePace, Parts};
 use crate::store::remote::http::refusal::refused;
 use crate::store::remote::http::request::Requests;
 use crate::store::remote::transfer::node_budget::{Permit, SharedBudget};
@@ -22,7 +22,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 
 /// A request, worded for this moment: its signature may become invalid.
 #[derive(Debug)]
-pub(in crate::store::remote) struct Order {
+pub(in crate::store::remote) struct WriteOrder {
     pub(in crate::store::remote) method: &'static str,
     pub(in crate::store::remote) address: Address,
     /// Further fields, each ended by CR LF.
@@ -67,16 +67,16 @@ pub(in crate::store::remote) struct Courier {
 }
 
 /// How a thread waits for one request.
-struct Waiting<'w> {
+struct SendWait<'w> {
     watch: &'w dyn UploadWatch,
     rate: &'w SendRate,
     stall: Duration,
     last: Mutex<Instant>,
 }
 
-impl Pace for Waiting<'_> {
+impl LinePace for SendWait<'_> {
     fn left(&self) -> io::Result<Duration> {
-        self.watch.check().map_err(|_| io::Error::other(Unwanted))?;
+        self.watch.check().map_err(|_| io::Error::other(GivenUp))?;
         let left = self.stall.saturating_sub(lock(&self.last).elapsed());
         if left.is_zero() {
             return Err(late());
@@ -106,15 +106,15 @@ impl Pace for Waiting<'_> {
 
 /// Nobody wants the answer any more.
 #[derive(Debug)]
-struct Unwanted;
+struct GivenUp;
 
-impl std::fmt::Display for Unwanted {
+impl std::fmt::Display for GivenUp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("given up")
     }
 }
 
-impl std::error::Error for Unwanted {}
+impl std::error::Error for GivenUp {}
 
 /// The result of one try.
 enum Tried {
@@ -150,7 +150,7 @@ impl Courier {
         &self,
         requests: &dyn Requests,
         at: &str,
-        word: &dyn Fn() -> Result<Order>,
+        word: &dyn Fn() -> Result<WriteOrder>,
         body: &[&[u8]],
         expected: &[u16],
         watch: &dyn UploadWatch,
@@ -194,8 +194,8 @@ impl Courier {
     }
 
     /// The answer to one try, or what went wrong on the connection, and whether it was sent on two of them.
-    fn sent(&self, order: &Order, body: &[&[u8]], watch: &dyn UploadWatch) -> Result<(io::Result<Parts>, bool)> {
-        let pace = Waiting { watch, rate: &self.rate, stall: self.stall(), last: Mutex::new(Instant::now()) };
+    fn sent(&self, order: &WriteOrder, body: &[&[u8]], watch: &dyn UploadWatch) -> Result<(io::Result<Parts>, bool)> {
+        let pace = SendWait { watch, rate: &self.rate, stall: self.stall(), last: Mutex::new(Instant::now()) };
         let (length, mut was_sent_twice) = (body.iter().map(|part| part.len()).sum(), false);
         loop {
             let (mut line, permit, is_used) = match self.line(&order.address.server, &pace, watch)? {
@@ -227,7 +227,7 @@ impl Courier {
     fn line(
         &self,
         server: &Server,
-        pace: &dyn Pace,
+        pace: &dyn LinePace,
         watch: &dyn UploadWatch,
     ) -> Result<io::Result<(Line, Option<Permit>, bool)>> {
         let mut idle = lock(&self.idle);
@@ -250,12 +250,12 @@ impl Courier {
         Ok(Line::open(&self.common, server, false, self.stall(), pace).map(|line| (line, permit, false)))
     }
 
-    /// What an answer means.
+    /// The verdict on an answer.
     fn judged(
         &self,
         requests: &dyn Requests,
         at: &str,
-        order: &Order,
+        order: &WriteOrder,
         sent: io::Result<Parts>,
         expected: &[u16],
         renewed: u32,
@@ -304,8 +304,8 @@ impl Courier {
     }
 }
 
-fn head(order: &Order, length: usize) -> Vec<u8> {
-    let Order { method, address: Address { server, target }, fields, .. } = order;
+fn head(order: &WriteOrder, length: usize) -> Vec<u8> {
+    let WriteOrder { method, address: Address { server, target }, fields, .. } = order;
     let (host, agent) = (server.authority(), concat!("penstock/", env!("CARGO_PKG_VERSION")));
     format!(
         "{method} {target} HTTP/1.1\r\nHost: {host}\r\n{fields}Content-Length: {length}\r\nAccept: */*\r\n\

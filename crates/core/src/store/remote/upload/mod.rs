@@ -6,4 +6,4 @@
 mod courier;
 mod rate;
 
-pub(super) use self::courier::{Courier, Order, Reply};
+pub(super) use self::courier::{Courier, Reply, WriteOrder};
