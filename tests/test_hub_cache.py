@@ -430,7 +430,7 @@ def test_a_process_that_is_killed_leaves_no_half_file(request, cache, tmp_path, 
         running.wait()
     right(at)
     _, work = loaded("hf://org/two", cache)
-    assert work.reason == "" and right(at) == 3
+    assert (work is None or work.reason == "") and right(at) == 3  # None: it was done before
     assert offline("org/two", INDEX)["warnings"] == []
 
 

@@ -231,6 +231,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_thread_that_gives_way_is_the_last_one_for_processors_and_disks() {
+        // SAFETY: a plain system call about this thread.
+        let own = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let before = own();
+        let found = std::thread::spawn(|| {
+            give_way();
+            // SAFETY: plain system calls about this thread.
+            unsafe { (libc::getpriority(libc::PRIO_PROCESS, 0), libc::syscall(libc::SYS_ioprio_get, 1, 0) >> 13) }
+        });
+        assert_eq!(found.join().expect("it only asks"), (19, 3));
+        assert_eq!(own(), before, "this one is as before");
+    }
+
+    #[test]
     fn available_memory_is_within_the_total() {
         let total = meminfo("MemTotal:").expect("Linux has /proc/meminfo");
         assert!(memory_available() > 0 && memory_available() <= total);

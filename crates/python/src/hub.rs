@@ -33,7 +33,8 @@ impl HubLayout {
         files: Listed<(String, String, String)>,
     ) -> PyResult<Self> {
         guarded(py, || {
-            let asked = UNIX_EPOCH + Duration::try_from_secs_f64(asked).unwrap_or_default();
+            let since = Duration::try_from_secs_f64(asked).unwrap_or_default();
+            let asked = UNIX_EPOCH.checked_add(since).unwrap_or(UNIX_EPOCH);
             let files =
                 files.0.into_iter().map(|(address, path, digest)| (address, HubFile { path, digest })).collect();
             Ok(Self(Held::new(Arc::new(Core { cache, repository, commit, revision, asked, files, symlinks }))))
