@@ -1,6 +1,7 @@
 //! The cache's folder: who may use it, and the way from a location to its entry.
 
 use super::access::Access;
+use super::beats::{Beats, BEATS};
 use super::directory::{refused, set_mode, Directory, PART};
 use super::entry::{close_to_others, data_name, is_open, map_name, CacheEntry, OpenedEntry};
 use super::key::{lock_byte, object_id, CacheKey};
@@ -23,6 +24,8 @@ pub(super) const MARKER: &str = "penstock-disk-cache";
 const MARKED: &str = "penstock disk cache, format ";
 /// The byte of the marker whose holder evicts. The bytes of entries are smaller.
 pub(super) const EVICTING: u64 = 1 << 62;
+/// The byte of the marker whose holder makes the file of beats.
+const MAKING_BEATS: u64 = EVICTING + 1;
 /// The folder of entries.
 pub(super) const OBJECTS: &str = "objects";
 /// The folder of versions.
@@ -58,6 +61,8 @@ pub struct CacheFolder {
     pub(super) settings: DiskCacheSettings,
     writable: bool,
     private: bool,
+    /// Beats of the processes that use it; `None`: it has no such file.
+    pub(super) beats: Option<Beats>,
 }
 
 impl CacheFolder {
@@ -94,7 +99,10 @@ impl CacheFolder {
             writable &= folder.is_some_and(|folder| folder.is_writable());
         }
         let private = access.is_private(&found);
-        Ok(Arc::new(CacheFolder { root, settings: settings.clone(), writable, private }))
+        let mut folder = CacheFolder { root, settings: settings.clone(), writable, private, beats: None };
+        // Without it, processes see only the blocks that others bring.
+        folder.beats = folder.opened_beats().unwrap_or_default();
+        Ok(Arc::new(folder))
     }
 
     /// The absolute path.
@@ -110,6 +118,20 @@ impl CacheFolder {
     /// True if this user and root alone may write to it.
     pub fn is_private(&self) -> bool {
         self.private
+    }
+
+    /// The file of beats, made if it is not there.
+    fn opened_beats(&self) -> Result<Option<Beats>> {
+        let found = Beats::open(&self.root, self.writable)?;
+        if found.is_some() || !self.writable {
+            return Ok(found);
+        }
+        let Some(_making) = self.hold_byte(MAKING_BEATS, true)? else { return Ok(None) };
+        if let Some(made) = Beats::open(&self.root, true)? {
+            return Ok(Some(made));
+        }
+        Beats::make(&self.root)?;
+        Beats::open(&self.root, true)
     }
 
     /// The version and the size that a location had last.
@@ -341,7 +363,7 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         };
     }
     // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
-    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS].contains(&name);
+    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name);
     let is_other =
         |name: &String| name != "lost+found" && !is_own(name) && name.strip_suffix(PART).unwrap_or(name) != MARKER;
     match root.names()?.into_iter().find(is_other) {
