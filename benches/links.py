@@ -121,7 +121,7 @@ def shaped(bench: Bench) -> None:
 
 
 @contextlib.contextmanager
-def link(gigabits: int) -> Iterator[list[str]]:
+def link(gigabits: float) -> Iterator[list[str]]:
     """A namespace whose bytes come at that rate. Gives what begins a command that runs in it.
 
     Raises:
@@ -147,8 +147,8 @@ def link(gigabits: int) -> Iterator[list[str]]:
         run(*inside, "ip", "address", "add", f"{SERVER}/30", "dev", there)
         run(*inside, "ip", "link", "set", there, "up")
         # A segment of the kernel's own offload has 64 KiB: the bucket holds a few
-        run(*inside, "tc", "qdisc", "add", "dev", there, "root", "tbf", "rate", f"{gigabits}gbit", "burst", "512kb",
-            "limit", "4mb")  # fmt: skip
+        rate = f"{round(gigabits * 1000)}mbit"
+        run(*inside, "tc", "qdisc", "add", "dev", there, "root", "tbf", "rate", rate, "burst", "512kb", "limit", "4mb")
         yield inside
     finally:
         # With the namespace goes its end of the pair, and with that the other

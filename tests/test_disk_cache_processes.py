@@ -37,6 +37,8 @@ pytestmark = wants_server
 TENSORS, LENGTH = 16, 3 * MIB + 5
 #: Bytes per second of one connection, and connections of a process: alone it loads 48 MiB in a second.
 PACE, CONNECTIONS = 6e6, 8
+#: The same where a block takes 1.5 s, longer than the patience of those that wait for it.
+CRAWL, CRAWLING = 7e5, 48
 
 #: Loads when it is told to. Prints that it is ready, and then what came of it.
 PROGRAM = """
@@ -104,11 +106,18 @@ class Loads:
     """Processes that load the same checkpoint through one cache."""
 
     def __init__(
-        self, served: Served, models: list[Path], folder: Path, count: int, ranks: int = 1, users: tuple[int, ...] = (),
+        self,
+        served: Served,
+        models: list[Path],
+        folder: Path,
+        count: int,
+        ranks: int = 1,
+        users: tuple[int, ...] = (),
         group: int = 0,
-    ) -> None:  # fmt: skip
+        connections: int = CONNECTIONS,
+    ) -> None:
         told = {"urls": served.urls(models), "folder": str(folder), "paths": list(map(str, models)), "ranks": ranks}
-        told |= {"connections": CONNECTIONS, "group": group}
+        told |= {"connections": connections, "group": group}
         users = users or (0,) * count
         orders = [json.dumps(told | {"rank": number % ranks, "user": users[number]}) for number in range(count)]
         self.children = [ordeal.begin(PROGRAM, order) for order in orders]
@@ -161,6 +170,23 @@ def test_processes_that_start_together_receive_the_checkpoint_once(served, model
     assert size <= asked.bytes <= 1.05 * size + again, said
     assert again == 0, said
     assert all(one["cached"] + one["network"] >= size for one in said)
+    assert right_blocks(files(folder, ".data"), [model]) == -(-size // MIB)
+    assert locks(folder) == []
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(8, 1), (4, 4)])
+def test_processes_on_a_slow_link_receive_the_checkpoint_once(model, folder, count, ranks):
+    """No block is there for seconds. What shows that its holder is not stopped is that it receives bytes."""
+    size = model.stat().st_size
+    with (
+        serving(model.parent, rate_per_connection=f"{CRAWL:g}") as server,
+        Loads(server, [model], folder, count, ranks, CRAWLING) as loads,
+        Asked(server) as asked,
+    ):
+        loads.go()
+        said = loads.all()
+    assert size <= asked.bytes <= 1.05 * size + sum(one["fetched_again"] for one in said), said
+    assert min(one["seconds"] for one in said) > MIB / CRAWL, said
     assert right_blocks(files(folder, ".data"), [model]) == -(-size // MIB)
     assert locks(folder) == []
 

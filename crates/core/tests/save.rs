@@ -334,9 +334,17 @@ fn small_ones(vendor: Vendor, count: usize, nbytes: usize, align: usize, sizes: 
     let folder_path = folder.path().to_path_buf();
     let options = Options { stall_timeout: Duration::from_secs(30), ..Options::default() };
     let keep = Arc::new(());
-    let save =
-        Save::start(SaveRequest { plan, folder: folder_path, checkpoint: None, tensors, keep, sync: true, options })
-            .unwrap();
+    let save = Save::start(SaveRequest {
+        plan,
+        folder: Location::Path(folder_path),
+        stores: Stores::default(),
+        checkpoint: None,
+        tensors,
+        keep,
+        sync: true,
+        options,
+    })
+    .unwrap();
     ended(&save).unwrap();
     drop(save);
     same(folder.path(), &contents);
@@ -394,8 +402,16 @@ fn tensors_of_allocations_that_touch_are_copied_one_by_one() {
     let folder = tempfile::tempdir().unwrap();
     let options = Options { stall_timeout: Duration::from_secs(30), ..options() };
     let (plan, path) = (plan(&[nbytes as usize; 3]), folder.path().to_path_buf());
-    let request =
-        SaveRequest { plan, folder: path, checkpoint: None, tensors, keep: Arc::new(()), sync: true, options };
+    let request = SaveRequest {
+        plan,
+        folder: Location::Path(path),
+        stores: Stores::default(),
+        checkpoint: None,
+        tensors,
+        keep: Arc::new(()),
+        sync: true,
+        options,
+    };
     ended(&Save::start(request).unwrap()).unwrap();
     same(folder.path(), &[vec![7; 4096], vec![7; 4096], vec![7; 4096]]);
     assert_eq!(gpu.fake.counter("copies"), 3);

@@ -1,8 +1,10 @@
 //! One object in the cache: its data file, and its map.
 
+mod claims;
+
 use super::directory::{refused, Directory, PART};
 use super::key::CacheKey;
-use super::lock::{held, retried, try_lock, unlock, LockKind};
+use super::lock::retried;
 use super::map::{blocks, boot_tag, random, slots, MapHeader, Slot, BLOCK, MOST_BYTES, MOST_HEADER, SLOT};
 use super::on_demand::{FileUse, OnDemandFile};
 use super::open_locks::{LockedFile, OpenLock, OpenLocks};
@@ -10,8 +12,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Anonymous;
 use crate::options::PAGE;
 use crate::store::facts::facts_of;
-use crate::sync::{lock, Mutex};
-use std::collections::BTreeSet;
+use crate::sync::Mutex;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -21,8 +23,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// Locks that [`CacheEntry::take`] asks for before it takes a block for claimed whose lock comes and goes.
-const ATTEMPTS: u32 = 1000;
 /// Slots that are read at once.
 const MANY: u32 = 8192;
 
@@ -59,33 +59,16 @@ pub(crate) struct CacheEntry {
     claims: Mutex<Claims>,
     process: u32,
     /// Dropped last.
-    _open: OpenLock,
+    open_lock: OpenLock,
 }
 
 /// The blocks that an entry has claimed, and the map with their locks, which stays open meanwhile.
 #[derive(Debug, Default)]
 struct Claims {
-    blocks: BTreeSet<u32>,
+    all: BTreeSet<u32>,
+    /// The number of the silent holder of each block that was taken over.
+    taken: BTreeMap<u32, u32>,
     map: Option<LockedFile>,
-}
-
-impl Claims {
-    /// Adds a block whose lock this open map has.
-    fn add(&mut self, block: u32, map: &Arc<File>) {
-        self.blocks.insert(block);
-        self.map.get_or_insert_with(|| LockedFile::new(map.clone()));
-    }
-
-    /// Ends the claim of a block, if there is one. Its slot stays: a claim without a lock does not count. To write the slot could
-    /// undo the write of another process.
-    fn end(&mut self, block: u32) {
-        if self.blocks.remove(&block) {
-            self.map.iter().for_each(|map| unlock(map.file(), u64::from(block)..u64::from(block) + 1));
-        }
-        if self.blocks.is_empty() {
-            self.map = None;
-        }
-    }
 }
 
 /// The process of an entry with this number.
@@ -196,7 +179,7 @@ impl CacheEntry {
             number: new_number(),
             claims: Mutex::default(),
             process: std::process::id(),
-            _open: open,
+            open_lock: open,
         })))
     }
 
@@ -289,6 +272,11 @@ impl CacheEntry {
         self.map.get().map_err(|e| Error::write("open the map", &e).at(&self.map_path))
     }
 
+    /// True if another entry of this map is open, in whatever process. Where nobody can say so, one may be.
+    pub(super) fn is_open_elsewhere(&self) -> bool {
+        self.open_lock.is_shared()
+    }
+
     /// True if blocks can be claimed and written.
     pub(crate) fn is_writable(&self) -> bool {
         self.writable
@@ -325,24 +313,6 @@ impl CacheEntry {
         Ok(found)
     }
 
-    /// The blocks whose slots name a claim, each with the number of the claim. The locks are not looked at.
-    pub(super) fn claimed(&self) -> Result<Vec<(u32, u32)>> {
-        let mut found = Vec::new();
-        self.each_slot(0..self.blocks(), |block, slot| {
-            if let Slot::Claimed(number) = slot {
-                found.push((block, number));
-            }
-            true
-        })?;
-        Ok(found)
-    }
-
-    /// True if another open file holds the lock of a block.
-    pub(super) fn is_locked(&self, block: u32) -> bool {
-        let held = |map: Arc<File>| held(&map, u64::from(block)..u64::from(block) + 1);
-        self.map.get().and_then(held).is_ok_and(|held| held.is_some())
-    }
-
     /// The CRC32C of each block; `None`: it is not there.
     pub(super) fn checksums(&self) -> Result<Vec<Option<u32>>> {
         let mut found = Vec::with_capacity(self.blocks() as usize);
@@ -353,156 +323,6 @@ impl CacheEntry {
         Ok(found)
     }
 
-    /// The state of a block. A claim without its lock does not count.
-    pub(crate) fn state(&self, block: u32) -> Result<BlockState> {
-        Ok(self.states(block..block + 1)?[0])
-    }
-
-    /// The states of blocks.
-    pub(crate) fn states(&self, run: Range<u32>) -> Result<Vec<BlockState>> {
-        self.check(&run)?;
-        self.states_beside(&lock(&self.claims), run)
-    }
-
-    fn states_beside(&self, claims: &Claims, run: Range<u32>) -> Result<Vec<BlockState>> {
-        let mut states = Vec::with_capacity(run.len());
-        self.each_slot(run.clone(), |block, slot| {
-            states.push(match slot {
-                Slot::Written(_) | Slot::Synced(_) => BlockState::There,
-                _ if claims.blocks.contains(&block) => BlockState::Claimed(self.number),
-                Slot::Claimed(holder) if holder != self.number => BlockState::Claimed(holder),
-                // It was released here.
-                Slot::Claimed(_) | Slot::Missing => BlockState::Missing,
-            });
-            true
-        })?;
-        // Claims of others count as far as their locks go.
-        let mut at = run.start;
-        while at < run.end {
-            let is_foreign = |block: &u32| matches!(states[(*block - run.start) as usize], BlockState::Claimed(by) if by != self.number);
-            let Some(start) = (at..run.end).find(is_foreign) else { break };
-            let end = (start..run.end).find(|block| !is_foreign(block)).unwrap_or(run.end);
-            let part = &mut states[(start - run.start) as usize..(end - run.start) as usize];
-            let claimed = part.to_vec();
-            part.fill(BlockState::Missing);
-            for range in self.locked(start..end)? {
-                let range = (range.start - start) as usize..(range.end - start) as usize;
-                part[range.clone()].copy_from_slice(&claimed[range]);
-            }
-            at = end;
-        }
-        Ok(states)
-    }
-
-    /// The blocks among these whose locks others hold.
-    fn locked(&self, run: Range<u32>) -> Result<Vec<Range<u32>>> {
-        let map = self.map()?;
-        let mut found = Vec::new();
-        let mut rest = vec![run];
-        while let Some(run) = rest.pop().filter(|run| !run.is_empty()) {
-            if let Some(range) =
-                held(&map, u64::from(run.start)..u64::from(run.end)).map_err(|e| self.failed("ask for locks", &e))?
-            {
-                let range = range.start as u32..range.end as u32;
-                rest.extend([run.start..range.start, range.end..run.end].into_iter().filter(|run| !run.is_empty()));
-                found.push(range);
-            }
-        }
-        Ok(found)
-    }
-
-    /// Claims a block that is missing: then it returns `Claimed` with this entry's number. Other blocks stay as they are. In
-    /// a read-only cache all do.
-    pub(crate) fn claim(&self, block: u32) -> Result<BlockState> {
-        Ok(self.claim_run(block..block + 1)?[0])
-    }
-
-    /// Claims the blocks of a run that are missing. Returns the states of all.
-    pub(crate) fn claim_run(&self, run: Range<u32>) -> Result<Vec<BlockState>> {
-        self.check(&run)?;
-        let mut claims = lock(&self.claims);
-        let mut states = self.states_beside(&claims, run.clone())?;
-        if !self.writable {
-            return Ok(states);
-        }
-        let is_missing =
-            |states: &[BlockState], block: u32| states[(block - run.start) as usize] == BlockState::Missing;
-        let mut at = run.start;
-        while let Some(start) = (at..run.end).find(|block| is_missing(&states, *block)) {
-            at = (start..run.end).find(|block| !is_missing(&states, *block)).unwrap_or(run.end);
-            let place = (start - run.start) as usize..(at - run.start) as usize;
-            self.take(&mut claims, start..at, &mut states[place])?;
-        }
-        Ok(states)
-    }
-
-    /// Claims these missing blocks, as far as nobody else has done so meanwhile.
-    fn take(&self, claims: &mut Claims, run: Range<u32>, states: &mut [BlockState]) -> Result<()> {
-        let map = self.map()?;
-        let mut rest = vec![run.clone()];
-        let mut attempts = 0;
-        while let Some(part) = rest.pop() {
-            attempts += 1;
-            let bytes = u64::from(part.start)..u64::from(part.end);
-            if try_lock(&map, LockKind::Exclusive, bytes.clone()).map_err(|e| self.failed("lock blocks", &e))? {
-                // Some may have come since the slots were read.
-                let mut is_there = Vec::with_capacity(part.len());
-                self.each_slot(part.clone(), |_, slot| {
-                    is_there.push(slot.crc().is_some());
-                    true
-                })?;
-                let mut free = Vec::with_capacity(part.len());
-                for (block, is_there) in part.clone().zip(is_there) {
-                    let state = &mut states[(block - run.start) as usize];
-                    if is_there {
-                        unlock(&map, u64::from(block)..u64::from(block) + 1);
-                        *state = BlockState::There;
-                    } else {
-                        claims.add(block, &map);
-                        *state = BlockState::Claimed(self.number);
-                        free.push(block);
-                    }
-                }
-                for run in free.chunk_by(|one, next| one + 1 == *next) {
-                    let slots = Slot::Claimed(self.number).encode(boot_tag()).repeat(run.len());
-                    if let Err(e) = map.write_all_at(&slots, self.slot_at(run[0])) {
-                        free.iter().for_each(|block| claims.end(*block));
-                        return Err(Error::write("claim blocks", &e).at(&self.map_path));
-                    }
-                }
-            } else if let Some(range) = held(&map, bytes).map_err(|e| self.failed("ask for locks", &e))? {
-                let other = range.start as u32..range.end as u32;
-                for (block, now) in other.clone().zip(self.states_beside(claims, other.clone())?) {
-                    // The holder has the lock and has not written its number.
-                    let now = if now == BlockState::Missing { BlockState::Claimed(0) } else { now };
-                    states[(block - run.start) as usize] = now;
-                }
-                rest.extend([part.start..other.start, other.end..part.end].into_iter().filter(|run| !run.is_empty()));
-            } else if attempts < ATTEMPTS {
-                // The holder has unlocked it meanwhile.
-                rest.push(part);
-            } else {
-                part.for_each(|block| states[(block - run.start) as usize] = BlockState::Claimed(0));
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends the claim of a block, if it is this entry's: another one can claim it at once.
-    pub(crate) fn release(&self, block: u32) {
-        if self.process == std::process::id() {
-            lock(&self.claims).end(block);
-        }
-    }
-
-    /// Ends all claims.
-    #[cfg(test)]
-    pub(crate) fn release_all(&self) {
-        if self.process == std::process::id() {
-            *lock(&self.claims) = Claims::default();
-        }
-    }
-
     /// Writes the bytes of a block, which are all of them, and ends the claim, even if it fails. The block need not be claimed.
     /// One that is there stays as it is.
     ///
@@ -511,7 +331,7 @@ impl CacheEntry {
     pub(crate) fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
         self.check(&(block..block + 1))?;
         let written = self.write_block(block, bytes);
-        lock(&self.claims).end(block);
+        self.release(block);
         written
     }
 
@@ -756,6 +576,14 @@ impl CacheEntry {
             at += count;
         }
         Ok(())
+    }
+}
+
+impl Drop for CacheEntry {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            self.end_taken();
+        }
     }
 }
 

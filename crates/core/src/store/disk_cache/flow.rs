@@ -8,22 +8,24 @@
 //!   brings is claimed first, so that others wait for it.
 //! - **No read waits for a write.** A block that came from the server is copied to its reads at once. The writer gets it too, if
 //!   it has room. Otherwise the block is dropped: its claim ends, so that the process that needs it asks the server.
-//! - **Patience.** A holder that brings nothing for a second is silent, and not waited for: the process that needs its blocks
-//!   asks for them, a few at a time, until the holder brings one of them. That holder was slow, and gets twice the patience from
-//!   then on: else processes that share a slow link would ask for more and more blocks twice, which makes it slower.
+//! - **Patience.** A holder whose process receives nothing for a second is silent, and not waited for: a process that needs its
+//!   blocks takes them over. It claims them, so that the others wait for it and not for the silent one. It begins with a few. For
+//!   each one that comes it may take one more: else a server that is silent to everybody would be asked for all of them again.
+//!   A holder that was silent and goes on was slow, and gets twice the patience from then on.
 //! - **A bad disk costs time only.** A block that the disk does not give comes from the server.
 //! - **Buffers come back.** A block has a buffer from its first byte to its last copy. Only the writer may hold it longer.
 
 use crate::error::{Error, ErrorKind};
 use crate::extent::Ticket;
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
-/// A holder that brings nothing for so long is not waited for.
+/// A holder that receives nothing for so long is not waited for.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 /// The patience with a holder that was only slow before, at most.
 pub(crate) const MOST_PATIENCE: Duration = Duration::from_secs(4);
-/// Blocks of such holders that are asked of the server at once.
+/// Blocks of such holders that are asked of the server at once: at first, and at most.
+pub(crate) const FIRST_TAKEN_OVER: usize = 4;
 pub(crate) const MOST_TAKEN_OVER: usize = 32;
 
 /// A block of a file of the load.
@@ -55,6 +57,8 @@ pub(crate) trait Carrier {
     type Buffer: Clone;
     /// Claims a block that nobody has.
     fn claim(&mut self, block: CacheBlock) -> Claimed;
+    /// Claims a block whose holder is silent, in its place: as if nobody had claimed it.
+    fn take_over(&mut self, block: CacheBlock) -> Claimed;
     /// Ends a claim of this load. The block is not there.
     fn release(&mut self, block: CacheBlock);
     /// Asks the server for a block. Its first byte is told by [`CacheFlow::arrived`], its end by [`CacheFlow::came`].
@@ -106,7 +110,7 @@ struct Waiter {
 #[derive(Debug)]
 struct AwaitedBlock<B> {
     stage: Bringing<B>,
-    /// The silent holder in whose place it has been asked for, without a claim.
+    /// The silent holder in whose place it has been asked for.
     instead_of: Option<u32>,
     reads: Vec<Waiter>,
 }
@@ -119,14 +123,16 @@ pub(crate) struct CacheFlow<C: Carrier> {
     of_read: HashMap<Ticket, CacheBlock>,
     /// Blocks that wait for a buffer.
     wait: VecDeque<CacheBlock>,
-    /// When each holder brought a block last, or its process did something.
+    /// When the process of each holder did something last.
     progress: HashMap<u32, Duration>,
-    /// Holders that have brought nothing for a second, and nothing since.
+    /// Holders that have done nothing for a second, and nothing since.
     silent: HashSet<u32>,
     /// The patience with each holder that was silent and went on.
     patience: HashMap<u32, Duration>,
     /// Blocks that are asked for in place of silent holders.
     taken_over: usize,
+    /// As many may be.
+    may_take_over: usize,
     cancelled: bool,
 }
 
@@ -135,7 +141,8 @@ impl<C: Carrier> CacheFlow<C> {
     pub(crate) fn new() -> Self {
         let (blocks, of_read, wait) = (BTreeMap::new(), HashMap::new(), VecDeque::new());
         let (progress, silent, patience) = (HashMap::new(), HashSet::new(), HashMap::new());
-        CacheFlow { blocks, of_read, wait, progress, silent, patience, taken_over: 0, cancelled: false }
+        let (taken_over, may_take_over, cancelled) = (0, FIRST_TAKEN_OVER, false);
+        CacheFlow { blocks, of_read, wait, progress, silent, patience, taken_over, may_take_over, cancelled }
     }
 
     /// Reads that have not ended.
@@ -154,12 +161,22 @@ impl<C: Carrier> CacheFlow<C> {
         self.blocks.get(&block).into_iter().flat_map(|known| known.reads.iter().map(|waiter| waiter.read))
     }
 
-    /// The blocks that other processes bring, in order: also those that this load brings in place of a silent holder, so that
-    /// it sees when the holder goes on.
-    pub(crate) fn theirs(&self) -> impl Iterator<Item = CacheBlock> + '_ {
-        let theirs =
-            |known: &AwaitedBlock<_>| known.instead_of.is_some() || matches!(known.stage, Bringing::Theirs { .. });
-        self.blocks.iter().filter(move |(_, known)| theirs(known)).map(|(block, _)| *block)
+    /// The blocks that other processes bring, in order, and their holders as this load knows them.
+    pub(crate) fn theirs(&self) -> impl Iterator<Item = (CacheBlock, u32)> + '_ {
+        let holder = |known: &AwaitedBlock<_>| match known.stage {
+            Bringing::Theirs { holder, .. } => Some(holder),
+            _ => None,
+        };
+        self.blocks.iter().filter_map(move |(block, known)| Some((*block, holder(known)?)))
+    }
+
+    /// The holders of these blocks, and those in whose place this load brings blocks, so that it sees when they go on.
+    pub(crate) fn holders(&self) -> BTreeSet<u32> {
+        let holder = |known: &AwaitedBlock<_>| match known.stage {
+            Bringing::Theirs { holder, .. } => Some(holder),
+            _ => known.instead_of,
+        };
+        self.blocks.values().filter_map(holder).collect()
     }
 
     /// A read of a block.
@@ -207,7 +224,7 @@ impl<C: Carrier> CacheFlow<C> {
     /// A block has come from the server, or has failed.
     pub(crate) fn came(&mut self, block: CacheBlock, outcome: Result<(), Error>, carrier: &mut C) {
         let Some(mut known) = self.blocks.remove(&block) else { return };
-        self.taken_over -= usize::from(known.instead_of.take().is_some());
+        self.ends_instead(known.instead_of.take(), outcome.is_ok());
         let (ours, buffer) = match known.stage {
             Bringing::Landing { ours, buffer } => (ours, Some(buffer)),
             Bringing::Asked { ours } | Bringing::Arrived { ours } => (ours, None),
@@ -236,6 +253,15 @@ impl<C: Carrier> CacheFlow<C> {
         self.give_buffers(carrier);
     }
 
+    /// A block has ended that was asked for in place of this holder, if of one.
+    fn ends_instead(&mut self, holder: Option<u32>, has_come: bool) {
+        let Some(holder) = holder else { return };
+        self.taken_over -= 1;
+        if has_come && self.silent.contains(&holder) {
+            self.may_take_over = (self.may_take_over + 1).min(MOST_TAKEN_OVER);
+        }
+    }
+
     /// A block has been read from the disk, or could not be: then the server is asked.
     pub(crate) fn fetched(&mut self, block: CacheBlock, is_read: bool, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
@@ -253,19 +279,13 @@ impl<C: Carrier> CacheFlow<C> {
     /// The state of a block that another process brings, as it is now.
     pub(crate) fn seen(&mut self, now: Duration, block: CacheBlock, state: Claimed, carrier: &mut C) {
         let Some(known) = self.blocks.get_mut(&block) else { return };
-        let Bringing::Theirs { holder, .. } = known.stage else {
-            if let (Some(holder), Claimed::There) = (known.instead_of, state) {
-                self.is_alive(now, holder);
-            }
-            return;
-        };
+        let Bringing::Theirs { holder, .. } = known.stage else { return };
         match state {
             Claimed::Theirs(other) if other == holder => {}
             Claimed::Theirs(other) => known.stage = Bringing::Theirs { holder: other, since: now },
             Claimed::There => {
                 known.stage = Bringing::There;
                 self.wait.push_back(block);
-                self.is_alive(now, holder);
                 self.give_buffers(carrier);
             }
             // Nobody can look at it any more.
@@ -284,19 +304,21 @@ impl<C: Carrier> CacheFlow<C> {
         }
     }
 
-    /// The process of this holder has brought something, or claims other blocks: it is not silent, whatever this load sees of it.
+    /// The process of this holder has received something, or claims other blocks: it is not silent. A block of it that is there
+    /// shows nothing: another process may have taken it over.
     pub(crate) fn is_alive(&mut self, now: Duration, holder: u32) {
         self.progress.insert(holder, now);
         if self.silent.remove(&holder) {
+            self.may_take_over = FIRST_TAKEN_OVER;
             let patience = self.patience.entry(holder).or_insert(PATIENCE);
             *patience = (*patience * 2).min(MOST_PATIENCE);
         }
     }
 
-    /// Time has passed: the blocks of silent holders are asked of the server.
+    /// Time has passed: the blocks of silent holders are taken over.
     pub(crate) fn tick(&mut self, now: Duration, carrier: &mut C) {
         for (&block, known) in &mut self.blocks {
-            if self.taken_over >= MOST_TAKEN_OVER {
+            if self.taken_over >= self.may_take_over {
                 break;
             }
             let Bringing::Theirs { holder, since } = known.stage else { continue };
@@ -304,9 +326,20 @@ impl<C: Carrier> CacheFlow<C> {
             let patience = self.patience.get(&holder).copied().unwrap_or(PATIENCE);
             if self.silent.contains(&holder) || now.saturating_sub(last) >= patience {
                 self.silent.insert(holder);
-                (known.stage, known.instead_of) = (Bringing::Asked { ours: false }, Some(holder));
-                self.taken_over += 1;
-                carrier.ask(block);
+                known.stage = match carrier.take_over(block) {
+                    Claimed::There => {
+                        self.wait.push_back(block);
+                        Bringing::There
+                    }
+                    Claimed::Theirs(other) if other != holder => Bringing::Theirs { holder: other, since: now },
+                    // One that is silent has taken it over: then it is asked for without a claim.
+                    claimed => {
+                        known.instead_of = Some(holder);
+                        self.taken_over += 1;
+                        carrier.ask(block);
+                        Bringing::Asked { ours: claimed == Claimed::Ours }
+                    }
+                };
             }
         }
         self.give_buffers(carrier);

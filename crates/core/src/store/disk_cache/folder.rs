@@ -1,6 +1,7 @@
 //! The cache's folder: who may use it, and the way from a location to its entry.
 
 use super::access::Access;
+use super::beats::{Beats, BEATS};
 use super::directory::{refused, set_mode, Directory, PART};
 use super::entry::{data_name, map_name, CacheEntry, OpenedEntry};
 use super::key::{lock_byte, object_id, CacheKey};
@@ -22,6 +23,8 @@ use std::time::SystemTime;
 pub(super) const MARKER: &str = "penstock-disk-cache";
 /// Its first line, before the number of the format.
 const MARKED: &str = "penstock disk cache, format ";
+/// The byte of the marker whose holder makes the file of beats: the last one.
+const MAKING_BEATS: u64 = (1 << 63) - 2;
 /// The folder of entries.
 pub(super) const OBJECTS: &str = "objects";
 /// The folder of versions.
@@ -59,6 +62,8 @@ pub struct CacheFolder {
     private: bool,
     /// The locks of the open entries of the process that opened the folder; `None`: there is no marker, and so no entry.
     locks: Option<Arc<OpenLocks>>,
+    /// Beats of the processes that use it; `None`: it has no such file.
+    pub(super) beats: Option<Beats>,
 }
 
 impl CacheFolder {
@@ -96,7 +101,10 @@ impl CacheFolder {
             writable &= folder.is_some_and(|folder| folder.is_writable());
         }
         let private = access.is_private(&found);
-        Ok(Arc::new(CacheFolder { root, settings: settings.clone(), writable, private, locks }))
+        let mut folder = CacheFolder { root, settings: settings.clone(), writable, private, locks, beats: None };
+        // Without it, processes see only the blocks that others bring.
+        folder.beats = folder.opened_beats().unwrap_or_default();
+        Ok(Arc::new(folder))
     }
 
     /// The absolute path.
@@ -112,6 +120,20 @@ impl CacheFolder {
     /// True if this user and root alone may write to it.
     pub fn is_private(&self) -> bool {
         self.private
+    }
+
+    /// The file of beats, made if it is not there.
+    fn opened_beats(&self) -> Result<Option<Beats>> {
+        let found = Beats::open(&self.root, self.writable)?;
+        if found.is_some() || !self.writable {
+            return Ok(found);
+        }
+        let Some(_making) = self.hold_byte(MAKING_BEATS, true)? else { return Ok(None) };
+        if let Some(made) = Beats::open(&self.root, true)? {
+            return Ok(Some(made));
+        }
+        Beats::make(&self.root)?;
+        Beats::open(&self.root, true)
     }
 
     /// The version and the size that a location had last.
@@ -356,7 +378,7 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         };
     }
     // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
-    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS].contains(&name);
+    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name);
     let is_other =
         |name: &String| name != "lost+found" && !is_own(name) && name.strip_suffix(PART).unwrap_or(name) != MARKER;
     match root.names()?.into_iter().find(is_other) {

@@ -20,12 +20,25 @@ const CLAIMS: usize = 16;
 const QUIET: u32 = 16;
 /// From one look at the claims in all files to the next: a process that has others than before is alive.
 const ALL: Duration = Duration::from_millis(200);
+/// A look that does not end for so long hangs.
+const STOPPING: Duration = Duration::from_secs(1);
+/// From one look at the beats of holders to the next.
+const BEATS: Duration = Duration::from_millis(50);
 
 #[derive(Debug, Default)]
 struct LookedAt {
-    blocks: Vec<CacheBlock>,
+    /// Each with its holder, as the load knows it.
+    blocks: Vec<(CacheBlock, u32)>,
+    /// The holders that are to be seen when they go on.
+    holders: BTreeSet<u32>,
     runs: bool,
     closing: bool,
+}
+
+impl LookedAt {
+    fn is_empty(&self) -> bool {
+        self.blocks.is_empty() && self.holders.is_empty()
+    }
 }
 
 /// The blocks to look at, and their thread.
@@ -42,12 +55,13 @@ impl Looker {
         Looker { files, inbox, shared: Arc::default(), thread: None }
     }
 
-    /// From now on these blocks are looked at.
-    pub(super) fn look_at(&mut self, blocks: impl Iterator<Item = CacheBlock>) {
+    /// From now on these blocks and holders are looked at.
+    pub(super) fn look_at(&mut self, blocks: impl Iterator<Item = (CacheBlock, u32)>, holders: BTreeSet<u32>) {
         let mut looked = lock(&self.shared.0);
         looked.blocks.clear();
         looked.blocks.extend(blocks);
-        if looked.blocks.is_empty() || looked.runs {
+        looked.holders = holders;
+        if looked.is_empty() || looked.runs {
             return;
         }
         looked.runs = true;
@@ -67,11 +81,20 @@ impl Looker {
         }
     }
 
-    /// Ends the thread.
+    /// Ends the thread. One that hangs in the disk's file system is left behind.
     pub(super) fn stop(&mut self) {
-        lock(&self.shared.0).closing = true;
-        self.shared.1.notify_all();
-        self.thread.take().map(JoinHandle::join);
+        let (shared, changed) = &*self.shared;
+        let until = Instant::now() + STOPPING;
+        let mut looked = lock(shared);
+        looked.closing = true;
+        changed.notify_all();
+        while looked.runs && Instant::now() < until {
+            let left = until.saturating_duration_since(Instant::now());
+            looked = changed.wait_timeout(looked, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        let hangs = looked.runs;
+        drop(looked);
+        self.thread.take().filter(|_| !hangs).map(JoinHandle::join);
     }
 }
 
@@ -79,28 +102,35 @@ impl Looker {
 fn end(inbox: &CacheInbox, shared: &(Mutex<LookedAt>, Condvar)) {
     let mut looked = lock(&shared.0);
     looked.runs = false;
+    shared.1.notify_all();
     let blocks = std::mem::take(&mut looked.blocks);
     drop(looked);
-    inbox.tell(blocks.into_iter().map(|block| CacheNews::Seen(block, Claimed::Unshared)));
+    inbox.tell(blocks.into_iter().map(|(block, _)| CacheNews::Seen(block, Claimed::Unshared)));
 }
 
 fn look(files: &CachedFiles, inbox: &CacheInbox, (shared, changed): &(Mutex<LookedAt>, Condvar)) {
-    let (mut turn, mut quiet, mut told) = (0, 0, HashMap::new());
+    let (mut turn, mut quiet) = (0, 0);
     let (mut claims, mut all) = (HashMap::new(), None::<Instant>);
+    let (mut beats, mut heard) = (HashMap::new(), None::<Instant>);
     loop {
-        let blocks = {
+        let (blocks, holders) = {
             let mut looked = lock(shared);
-            if looked.closing || looked.blocks.is_empty() {
+            if looked.closing || looked.is_empty() {
                 looked.runs = false;
+                changed.notify_all();
                 return;
             }
-            looked.blocks.clone()
+            (looked.blocks.clone(), looked.holders.clone())
         };
         let began = Instant::now();
-        let mut news = states(files, &blocks, &mut turn, &mut told);
+        let mut news = states(files, &blocks, &mut turn);
         if all.is_none_or(|all| began >= all + ALL) {
             all = Some(began);
-            news.extend(alive(files, &told, &mut claims));
+            news.extend(alive(files, &holders, &mut claims));
+        }
+        if heard.is_none_or(|heard| began >= heard + BEATS) {
+            heard = Some(began);
+            news.extend(beating(files, &holders, &mut beats));
         }
         quiet = if news.is_empty() { quiet + 1 } else { 0 };
         if !news.is_empty() || quiet % QUIET == 0 {
@@ -112,36 +142,31 @@ fn look(files: &CachedFiles, inbox: &CacheInbox, (shared, changed): &(Mutex<Look
 }
 
 /// The news of these blocks: they are there now, or their claim is another one or gone.
-fn states(
-    files: &CachedFiles,
-    blocks: &[CacheBlock],
-    turn: &mut usize,
-    told: &mut HashMap<CacheBlock, Claimed>,
-) -> Vec<CacheNews> {
+fn states(files: &CachedFiles, blocks: &[(CacheBlock, u32)], turn: &mut usize) -> Vec<CacheNews> {
     let mut news = Vec::new();
     let mut left = Vec::new();
-    for of_file in blocks.chunk_by(|a, b| a.file == b.file) {
-        let Some(Some(file)) = files.get(of_file[0].file as usize) else { continue };
+    for of_file in blocks.chunk_by(|(a, _), (b, _)| a.file == b.file) {
+        let Some(Some(file)) = files.get(of_file[0].0.file as usize) else { continue };
         // What cannot be looked at comes from the server.
         let there = file.entry.there().unwrap_or_default();
-        for &block in of_file {
+        for &(block, holder) in of_file {
             match is_within(&there, file.entry.range(block.block).start) {
                 true => news.push(CacheNews::Seen(block, Claimed::There)),
-                false => left.push(block),
+                false => left.push((block, holder)),
             }
         }
     }
     let (first, others) = left.split_at(left.len().min(CLAIMS));
     let some = others.iter().cycle().skip(*turn).take(CLAIMS.min(others.len()));
     *turn = if others.is_empty() { 0 } else { (*turn + CLAIMS) % others.len() };
-    for &block in first.iter().chain(some) {
+    for &(block, holder) in first.iter().chain(some) {
         let Some(Some(file)) = files.get(block.file as usize) else { continue };
         let state = match file.entry.state(block.block) {
             Ok(BlockState::There) => Claimed::There,
             Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
             Ok(BlockState::Missing) | Err(_) => Claimed::Missing,
         };
-        if told.insert(block, state) != Some(state) || state == Claimed::Missing {
+        if state != Claimed::Theirs(holder) {
             news.push(CacheNews::Seen(block, state));
         }
     }
@@ -150,15 +175,14 @@ fn states(
 
 /// The holders of blocks whose process has claimed others or brought others since the claims were looked at before. A block that
 /// somebody brought in place of its holder still has the holder's lock.
-fn alive(
-    files: &CachedFiles,
-    told: &HashMap<CacheBlock, Claimed>,
-    claims: &mut HashMap<CacheBlock, u32>,
-) -> impl Iterator<Item = CacheNews> {
+fn alive(files: &CachedFiles, holders: &BTreeSet<u32>, claims: &mut HashMap<CacheBlock, u32>) -> Vec<CacheNews> {
     let mut now = HashMap::new();
     for (number, file) in (0..).zip(files.iter()) {
         // A map that cannot be read shows no process.
         let claimed = file.iter().flat_map(|file| file.entry.claimed().unwrap_or_default());
+        // This load's own claims say nothing of another load of this process.
+        let own = file.as_ref().map(|file| file.entry.number());
+        let claimed = claimed.filter(|(_, holder)| Some(*holder) != own);
         now.extend(claimed.map(|(block, holder)| (CacheBlock { file: number, block }, holder)));
     }
     let before = std::mem::replace(claims, now);
@@ -171,9 +195,20 @@ fn alive(
             processes.insert(process_of(*holder));
         }
     }
-    let holder = |state: &Claimed| if let Claimed::Theirs(holder) = state { Some(*holder) } else { None };
-    let holders: BTreeSet<u32> = told.values().filter_map(holder).collect();
-    holders.into_iter().filter(move |holder| processes.contains(&process_of(*holder))).map(CacheNews::Alive)
+    let is_alive = |holder: &&u32| processes.contains(&process_of(**holder));
+    holders.iter().filter(is_alive).copied().map(CacheNews::Alive).collect()
+}
+
+/// The holders whose processes have received something since their beats were looked at before.
+fn beating(files: &CachedFiles, holders: &BTreeSet<u32>, before: &mut HashMap<u32, u32>) -> Vec<CacheNews> {
+    let Some(file) = files.iter().flatten().next() else { return Vec::new() };
+    let Some(beats) = &file.folder.beats else { return Vec::new() };
+    let own = process_of(file.entry.number());
+    // Of another load of this process the beats say nothing: they may be this load's.
+    let others = holders.iter().filter(|holder| process_of(**holder) != own);
+    let counts = others.filter_map(|holder| Some((*holder, beats.count(*holder)?)));
+    let has_beaten = |(holder, count): &(u32, u32)| before.insert(*holder, *count).is_some_and(|last| last != *count);
+    counts.filter(has_beaten).map(|(holder, _)| CacheNews::Alive(holder)).collect()
 }
 
 fn is_within(ranges: &[Range<u64>], at: u64) -> bool {

@@ -7,6 +7,7 @@
 //! FOLDER/objects/xx/ID.map        the object's header, and the state and CRC32C of each block; its bytes carry the claims
 //! FOLDER/names/xx/KEY             the version that a location had last
 //! FOLDER/lists/KEY                the last listing of a location
+//! FOLDER/beats                    a counter for each process: it grows while that process receives blocks
 //! ```
 //!
 //! A block is there or not. A process writes its bytes first and its state afterwards. So a process that is killed leaves no
@@ -14,6 +15,7 @@
 //! count only until the next boot. So a loss of power leaves none either.
 
 mod access;
+mod beats;
 mod crew;
 mod directory;
 mod entry;

@@ -2,7 +2,7 @@
 //! for all of a process.
 
 use super::key::lock_byte;
-use super::lock::{try_lock, unlock, unlock_all, LockKind};
+use super::lock::{held, try_lock, unlock, unlock_all, LockKind};
 use crate::sync::{lock, Mutex};
 use std::collections::HashMap;
 use std::fs::File;
@@ -102,6 +102,15 @@ impl OpenLocks {
 pub(super) struct OpenLock {
     of: Arc<OpenLocks>,
     byte: u64,
+}
+
+impl OpenLock {
+    /// True if another entry with this byte is open, in whatever process. Where nobody can say so, one may be.
+    pub(super) fn is_shared(&self) -> bool {
+        let OpenLock { of, byte } = self;
+        let here = lock(&of.held).get(byte).copied().unwrap_or_default();
+        here > 1 || held(of.marker.file(), *byte..*byte + 1).map_or(true, |found| found.is_some())
+    }
 }
 
 impl Drop for OpenLock {

@@ -18,7 +18,7 @@ use crate::store::object::Store;
 use crate::sync::lock;
 use crate::wake::Wake;
 use std::any::Any;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -26,6 +26,11 @@ use std::time::{Duration, Instant};
 
 /// Blocks in memory at most: 64 MiB, or a quarter of the staging memory where that is less. They come on top of it.
 const MOST_BUFFERS: usize = 64;
+/// Blocks more that the writer may have while others have the object open: a block that is dropped comes from the server once
+/// more for them, and slows down everybody.
+const MOST_FOR_OTHERS: usize = 128;
+/// How often other processes are told that this one receives bytes, at most.
+const BEAT: Duration = Duration::from_millis(100);
 /// How often blocks of other processes are looked after.
 const LOOK: Duration = Duration::from_millis(10);
 /// Tickets of blocks have this bit.
@@ -99,6 +104,8 @@ struct Hands {
     passed: usize,
     progress: Arc<CacheProgress>,
     cancelled: bool,
+    /// When others were told last that bytes come.
+    beat: Option<Instant>,
     _pending: Pending,
     _load: CrewLoad,
 }
@@ -141,6 +148,7 @@ impl CacheSource {
             passed: 0,
             progress: progress.clone(),
             cancelled: false,
+            beat: None,
             _pending: progress.pending(),
             _load: CacheCrew::process().load_begins(),
         };
@@ -172,6 +180,9 @@ impl CacheSource {
     /// Hears an event of the server's source.
     fn hear(&mut self, event: Progress) {
         let CacheSource { flow, hands, .. } = self;
+        if !matches!(event, Progress::Refused { .. }) {
+            hands.beat();
+        }
         match event {
             Progress::Arrived(ticket) => match block_of(ticket) {
                 Some(block) => flow.arrived(block, hands),
@@ -245,7 +256,7 @@ impl CacheSource {
         (self.looked, self.is_new) = (now, false);
         // A thread that gets no processor sees nothing either: only a look shows that a holder is silent.
         self.flow.tick(self.heard, &mut self.hands);
-        self.looker.look_at(self.flow.theirs());
+        self.looker.look_at(self.flow.theirs(), self.flow.holders());
     }
 }
 
@@ -277,6 +288,24 @@ impl Hands {
         self.files.get(block.file as usize)?.as_ref()
     }
 
+    /// True if the writer has as many blocks as it may.
+    fn is_behind(&self, file: &CachedFile) -> bool {
+        let beyond = self.writing.load(Ordering::Relaxed).checked_sub(self.most_buffers / 2);
+        beyond.is_some_and(|beyond| beyond >= MOST_FOR_OTHERS || !file.entry.is_open_elsewhere())
+    }
+
+    /// Tells other processes that this one receives bytes.
+    fn beat(&mut self) {
+        if self.beat.is_some_and(|last| last.elapsed() < BEAT) {
+            return;
+        }
+        self.beat = Some(Instant::now());
+        let file = self.files.iter().flatten().next();
+        if let Some((file, beats)) = file.and_then(|file| Some((file, file.folder.beats.as_ref()?))) {
+            beats.beat(file.entry.number());
+        }
+    }
+
     /// The memory of a block that the writer has.
     fn written(&self, block: CacheBlock) -> Option<Arc<BlockBuffer>> {
         self.in_writer.get(&block)?.upgrade()
@@ -302,6 +331,20 @@ impl Hands {
             };
             if self.inner.submit(read).is_err() {
                 return self.unsent.push_front(block);
+            }
+        }
+    }
+
+    /// The outcome of a claim.
+    fn claimed(&self, file: &CachedFile, state: Result<BlockState>) -> Claimed {
+        match state {
+            Ok(BlockState::There) => Claimed::There,
+            Ok(BlockState::Claimed(holder)) if holder == file.entry.number() && file.is_writable() => Claimed::Ours,
+            Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
+            Ok(BlockState::Missing) => Claimed::Unshared,
+            Err(e) => {
+                self.progress.has_failed(&e);
+                Claimed::Unshared
             }
         }
     }
@@ -367,18 +410,16 @@ impl Carrier for Hands {
             return Claimed::There;
         }
         let Some(file) = self.file(block) else { return Claimed::Unshared };
-        let own = file.entry.number();
         let state = if file.is_writable() { file.entry.claim(block.block) } else { file.entry.state(block.block) };
-        match state {
-            Ok(BlockState::There) => Claimed::There,
-            Ok(BlockState::Claimed(holder)) if holder == own && file.is_writable() => Claimed::Ours,
-            Ok(BlockState::Claimed(holder)) => Claimed::Theirs(holder),
-            Ok(BlockState::Missing) => Claimed::Unshared,
-            Err(e) => {
-                self.progress.has_failed(&e);
-                Claimed::Unshared
-            }
+        self.claimed(file, state)
+    }
+
+    fn take_over(&mut self, block: CacheBlock) -> Claimed {
+        let Some(file) = self.file(block) else { return Claimed::Unshared };
+        if !file.is_writable() {
+            return Claimed::Unshared;
         }
+        self.claimed(file, file.entry.take_over(block.block))
     }
 
     fn release(&mut self, block: CacheBlock) {
@@ -397,7 +438,12 @@ impl Carrier for Hands {
     }
 
     fn buffer(&mut self) -> Option<Self::Buffer> {
-        if self.pool.held() + self.unplaced >= self.most_buffers {
+        // The load has its half of the blocks, whatever the writer has for others.
+        let for_others = match self.of_dropped {
+            OfDropped::Never => 0,
+            _ => self.writing.load(Ordering::Relaxed).saturating_sub(self.most_buffers / 2).min(MOST_FOR_OTHERS),
+        };
+        if self.pool.held() + self.unplaced >= self.most_buffers + for_others {
             return None;
         }
         BlockBuffer::of(&self.pool).inspect_err(|e| self.progress.has_failed(e)).ok()
@@ -426,8 +472,7 @@ impl Carrier for Hands {
             self.progress.has_dropped(if file.folder.is_writable() { bytes } else { 0 });
             return false;
         }
-        let is_behind = self.writing.load(Ordering::Relaxed) >= self.most_buffers / 2;
-        if is_behind && self.of_dropped != OfDropped::Never {
+        if self.is_behind(&file) && self.of_dropped != OfDropped::Never {
             self.progress.has_dropped(bytes);
             self.dropped.push(block);
             return false;
@@ -553,7 +598,7 @@ impl Source for CacheSource {
             let error = Error::new(ErrorKind::Cancelled, "the load was cancelled before this was read");
             self.hands.fail_in_two(ticket, error);
         }
-        self.looker.look_at(std::iter::empty());
+        self.looker.look_at(std::iter::empty(), BTreeSet::new());
         self.hands.inner.cancel();
         self.hands.inbox.wake.notify();
     }

@@ -220,7 +220,7 @@ fn no_name_of_a_file_tells_what_it_holds() {
     cache.note(&key, "v", 9).unwrap();
     cache.note_list(&key, &[]).unwrap();
     let found = files(cache.path());
-    assert_eq!(found.len(), 5);
+    assert_eq!(found.len(), 6);
     for file in found {
         assert!(!file.to_string_lossy().contains("host"), "{file:?}");
         let bytes = std::fs::read(&file).unwrap();

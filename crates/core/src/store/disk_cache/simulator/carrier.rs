@@ -1,7 +1,7 @@
 //! The hands of one process: they do what its flow says, and see whether it may say so.
 
 use super::super::flow::mutated::{CacheBlock, Carrier, Claimed};
-use super::super::flow::{MOST_TAKEN_OVER, PATIENCE};
+use super::super::flow::{FIRST_TAKEN_OVER, MOST_PATIENCE, MOST_TAKEN_OVER, PATIENCE};
 use super::case::{Case, ProcessSpec, Time, Writing};
 use super::disk::{Disk, Memory, Pool};
 use crate::error::{Error, ErrorKind};
@@ -19,6 +19,7 @@ pub(super) enum Call {
     Came(CacheBlock, Option<String>),
     Fetched(CacheBlock, bool),
     Seen(CacheBlock),
+    Alive,
     Tick,
     Landed,
     GiveBuffers,
@@ -101,12 +102,14 @@ pub(super) struct Hands {
     pub(super) writer: VecDeque<(CacheBlock, Rc<Memory>)>,
     /// Its disk is full, as it knows.
     pub(super) knows_full: bool,
-    /// When a block of each holder came last.
+    /// When each holder was seen to receive something last.
     progress: BTreeMap<u32, Time>,
-    /// Holders that have brought nothing for a second, and nothing since.
+    /// Holders that have received nothing for a second, and nothing since.
     silent: BTreeSet<u32>,
     /// How often each holder was silent and went on.
     slow: BTreeMap<u32, u32>,
+    /// Blocks that may be asked for in place of silent holders at once.
+    may_take_over: usize,
     pub(super) cancelled: bool,
     pub(super) todo: Vec<Todo>,
     pub(super) taken_over: u64,
@@ -132,6 +135,7 @@ impl Hands {
             progress: BTreeMap::new(),
             silent: BTreeSet::new(),
             slow: BTreeMap::new(),
+            may_take_over: FIRST_TAKEN_OVER,
             cancelled: false,
             todo: Vec::new(),
             taken_over: 0,
@@ -147,6 +151,12 @@ impl Hands {
     /// The flow is called.
     pub(super) fn begins(&mut self, now: Time, call: Call) {
         (self.now, self.answer, self.refused) = (now, None, false);
+        if let Call::Came(block, None) = &call {
+            let holder = self.blocks.get(block).and_then(|awaited| awaited.instead_of);
+            if holder.is_some_and(|holder| self.silent.contains(&holder)) {
+                self.may_take_over = (self.may_take_over + 1).min(MOST_TAKEN_OVER);
+            }
+        }
         match &call {
             Call::Cancel => self.cancelled = true,
             Call::Came(block, None) | Call::Fetched(block, true) => self.moves(*block, At::Here),
@@ -179,55 +189,61 @@ impl Hands {
     /// A look says this of a block, before the flow hears so.
     pub(super) fn sees(&mut self, now: Time, block: CacheBlock, state: Claimed) {
         let Some(awaited) = self.blocks.get_mut(&block) else { return };
-        let holder = match (awaited.at, awaited.instead_of) {
-            (At::Theirs { holder, .. }, _) => holder,
-            (_, Some(holder)) if awaited.is_asked() => holder,
-            _ => return,
-        };
-        if state == Claimed::There {
-            self.progress.insert(holder, now);
-            if self.silent.remove(&holder) {
-                *self.slow.entry(holder).or_default() += 1;
-            }
-        }
-        if let At::Theirs { .. } = awaited.at {
-            match state {
-                Claimed::There => awaited.at = At::There,
-                Claimed::Theirs(other) if other != holder => awaited.at = At::Theirs { holder: other, since: now },
-                _ => {}
-            }
+        let At::Theirs { holder, .. } = awaited.at else { return };
+        match state {
+            Claimed::There => awaited.at = At::There,
+            Claimed::Theirs(other) if other != holder => awaited.at = At::Theirs { holder: other, since: now },
+            _ => {}
         }
     }
 
-    /// Its holder has brought nothing for a second: longer, if that was only slow before.
+    /// A look says that this holder has received something, before the flow hears so.
+    pub(super) fn sees_alive(&mut self, now: Time, holder: u32) {
+        self.progress.insert(holder, now);
+        if self.silent.remove(&holder) {
+            *self.slow.entry(holder).or_default() += 1;
+            self.may_take_over = FIRST_TAKEN_OVER;
+        }
+    }
+
+    /// Its holder has received nothing for a second: longer, if that was only slow before.
     fn is_silent(&self, holder: u32, since: Time) -> bool {
         let last = self.progress.get(&holder).copied().unwrap_or_default().max(since);
         let slow = self.slow.get(&holder).copied().unwrap_or_default();
-        self.silent.contains(&holder) || u128::from(self.now - last) >= PATIENCE.as_nanos() << slow
+        let patience = PATIENCE.saturating_mul(1 << slow.min(8)).min(MOST_PATIENCE);
+        self.silent.contains(&holder) || u128::from(self.now - last) >= patience.as_nanos()
     }
 
     fn asked_instead(&self) -> usize {
         self.blocks.values().filter(|awaited| awaited.instead_of.is_some() && awaited.is_asked()).count()
     }
 
-    /// Blocks whose holders are silent.
-    pub(super) fn of_silent(&self) -> Vec<CacheBlock> {
-        let silent = |at| matches!(at, At::Theirs { holder, since } if self.is_silent(holder, since));
-        self.blocks.iter().filter(|(_, awaited)| silent(awaited.at)).map(|(block, _)| *block).collect()
+    /// Blocks whose holders are silent, and these.
+    pub(super) fn of_silent(&self) -> Vec<(CacheBlock, u32)> {
+        let silent = |at| match at {
+            At::Theirs { holder, since } if self.is_silent(holder, since) => Some(holder),
+            _ => None,
+        };
+        self.blocks.iter().filter_map(|(block, awaited)| Some((*block, silent(awaited.at)?))).collect()
     }
 
-    /// Blocks that a look has to see.
-    pub(super) fn looked_at(&self) -> usize {
-        let theirs = |it: &&Awaited| matches!(it.at, At::Theirs { .. }) || (it.instead_of.is_some() && it.is_asked());
-        self.blocks.values().filter(theirs).count()
+    /// Blocks that a look has to see, and the holders.
+    pub(super) fn looked_at(&self) -> (usize, BTreeSet<u32>) {
+        let theirs = |it: &&Awaited| matches!(it.at, At::Theirs { .. });
+        let holder = |it: &Awaited| match it.at {
+            At::Theirs { holder, .. } => Some(holder),
+            _ => it.instead_of.filter(|_| it.is_asked()),
+        };
+        (self.blocks.values().filter(theirs).count(), self.blocks.values().filter_map(holder).collect())
     }
 
     /// Checks after a tick. `silent`: blocks whose holders were silent before it.
-    pub(super) fn after_tick(&mut self, silent: &[CacheBlock]) {
-        let left = silent.iter().find(|block| matches!(self.at(**block), Some(At::Theirs { .. })));
-        let Some(left) = left.copied() else { return };
-        if self.asked_instead() < MOST_TAKEN_OVER {
-            self.wrong(format!("waits for {left:?} of a holder that brings nothing"));
+    pub(super) fn after_tick(&mut self, silent: &[(CacheBlock, u32)]) {
+        let is_left = |block: CacheBlock, before: u32| matches!(self.at(block), Some(At::Theirs { holder, .. }) if holder == before);
+        let left = silent.iter().find(|(block, holder)| is_left(*block, *holder));
+        let Some((left, _)) = left.copied() else { return };
+        if self.asked_instead() < self.may_take_over {
+            self.wrong(format!("waits for {left:?} of a holder that receives nothing"));
         }
     }
 
@@ -340,7 +356,7 @@ impl Carrier for Hands {
         };
         let unshared = self.spec().unshared;
         let is_there = self.writes(block).is_some() || self.disk.borrow().written.contains_key(&block);
-        let holder = self.disk.borrow().claims.get(&block).copied();
+        let holder = self.disk.borrow().holder(block);
         let (answer, at) = match holder {
             _ if is_there => (Claimed::There, At::There),
             Some(holder) if holder == self.me => {
@@ -364,6 +380,42 @@ impl Carrier for Hands {
         answer
     }
 
+    fn take_over(&mut self, block: CacheBlock) -> Claimed {
+        self.not_cancelled("takes over", block);
+        let of = match self.at(block) {
+            Some(At::Theirs { holder, since }) if self.call == Call::Tick && self.is_silent(holder, since) => holder,
+            at => {
+                self.wrong(format!("takes {block:?} over at {:?}, which is {at:?}", self.call));
+                return Claimed::Unshared;
+            }
+        };
+        self.silent.insert(of);
+        let (mut disk, unshared) = (self.disk.borrow_mut(), self.spec().unshared);
+        let is_there = disk.written.contains_key(&block);
+        let (answer, at) = match disk.taken.get(&block).copied() {
+            _ if is_there => (Claimed::There, At::There),
+            _ if unshared => (Claimed::Unshared, At::Claimed),
+            // It is silent too.
+            Some(other) if other == of => (Claimed::Theirs(of), At::Claimed),
+            Some(other) => (Claimed::Theirs(other), At::Theirs { holder: other, since: self.now }),
+            None if disk.claims.contains_key(&block) => {
+                disk.taken.insert(block, self.me);
+                (Claimed::Ours, At::Claimed)
+            }
+            None => {
+                disk.claims.insert(block, self.me);
+                (Claimed::Ours, At::Claimed)
+            }
+        };
+        drop(disk);
+        self.answer = Some(answer);
+        if let Some(awaited) = self.blocks.get_mut(&block) {
+            awaited.at = at;
+            awaited.instead_of = (at == At::Claimed).then_some(of);
+        }
+        answer
+    }
+
     fn release(&mut self, block: CacheBlock) {
         let may = match &self.call {
             Call::Came(it, None) => *it == block && self.refused,
@@ -381,16 +433,11 @@ impl Carrier for Hands {
 
     fn ask(&mut self, block: CacheBlock) {
         self.not_cancelled("asks for", block);
-        let mut instead_of = None;
+        let may_ask = matches!(self.answer, Some(Claimed::Ours | Claimed::Unshared));
         let may = match (&self.call, self.at(block)) {
-            (Call::Submit(it) | Call::Seen(it), Some(At::Claimed)) => {
-                *it == block && matches!(self.answer, Some(Claimed::Ours | Claimed::Unshared))
-            }
+            (Call::Submit(it) | Call::Seen(it), Some(At::Claimed)) => *it == block && may_ask,
             (Call::Fetched(it, false), Some(At::Fetching)) => *it == block,
-            (Call::Tick, Some(At::Theirs { holder, since })) => {
-                instead_of = Some(holder);
-                self.is_silent(holder, since)
-            }
+            (Call::Tick, Some(At::Claimed)) => true,
             _ => false,
         };
         if !may {
@@ -398,16 +445,13 @@ impl Carrier for Hands {
         }
         let mut disk = self.disk.borrow_mut();
         *disk.asked.entry(block).or_default() += 1;
-        if let Some(holder) = instead_of {
+        if self.call == Call::Tick {
             disk.disturbed = true;
             self.taken_over += 1;
-            self.silent.insert(holder);
         }
         drop(disk);
-        if let Some(awaited) = self.blocks.get_mut(&block) {
-            (awaited.at, awaited.instead_of) = (At::Asked, instead_of);
-        }
-        if self.asked_instead() > MOST_TAKEN_OVER {
+        self.moves(block, At::Asked);
+        if self.call == Call::Tick && self.asked_instead() > self.may_take_over {
             self.wrong("takes too many blocks over".to_owned());
         }
         self.todo.push(Todo::Ask(block));

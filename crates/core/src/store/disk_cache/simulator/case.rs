@@ -117,6 +117,9 @@ pub(super) struct Case {
     pub(super) incidents: Vec<(u64, usize, Incident)>,
     /// The disk is full from this step on.
     pub(super) full_from: u64,
+    /// A link that all share carries blocks in so many parts, those of all requests by turns: the more requests, the later each
+    /// block is complete.
+    pub(super) parts: u64,
 }
 
 /// Durations that are drawn.
@@ -193,6 +196,35 @@ impl Case {
             incidents,
             full_from: if !calm && rng.one_in(6) { rng.below(200) } else { u64::MAX },
             files,
+            parts: 1,
+        }
+    }
+
+    /// Processes that start together on one slow link. Each block takes seconds, because others come beside it. `lost`: what
+    /// happens to the first process.
+    pub(super) fn of_slow_link(seed: u64, lost: Option<Incident>) -> Case {
+        let mut rng = Rng(seed);
+        let files = vec![(24 + rng.below(25)) as usize * BLOCK];
+        let processes = (0..2 + rng.below(7)).map(|_| together(&mut rng, &files)).collect();
+        let incidents = lost.into_iter().map(|lost| (200 + rng.below(1500), 0, lost)).collect();
+        let rate = 50 * MS + rng.below(150 * MS);
+        let full_from = u64::MAX;
+        let case = Case::new(seed);
+        Case {
+            there: BTreeSet::new(),
+            bad: BTreeSet::new(),
+            failing: None,
+            unreadable: None,
+            latency: MS + rng.below(60 * MS),
+            rate,
+            alone: false,
+            parts: 16,
+            look: 50 * MS,
+            processes,
+            incidents,
+            full_from,
+            files,
+            ..case
         }
     }
 
@@ -209,6 +241,11 @@ impl Case {
         (process.grouped, process.unshared, process.writing) = (true, false, writing);
         process.buffers = 2 * (process.reads.len() + blocks);
         case
+    }
+
+    /// Blocks of all files.
+    pub(super) fn blocks(&self) -> usize {
+        blocks_of(&self.files).len()
     }
 
     /// Random numbers for a duration of this block, the same in whatever order they are drawn.
@@ -263,6 +300,24 @@ fn blocks_of(files: &[usize]) -> Vec<CacheBlock> {
     let blocks =
         |file: u32, bytes: usize| (0..bytes.div_ceil(BLOCK) as u32).map(move |block| CacheBlock { file, block });
     (0..).zip(files).flat_map(|(file, bytes)| blocks(file, *bytes)).collect()
+}
+
+/// A process that needs all blocks, begins with others, and has room for what it reads.
+fn together(rng: &mut Rng, files: &[usize]) -> ProcessSpec {
+    let blocks = blocks_of(files);
+    let reads: Vec<ReadSpec> =
+        blocks.iter().map(|&block| ReadSpec { block, bytes: 0..BLOCK, has_place: true }).collect();
+    ProcessSpec {
+        begins: rng.below(300 * MS),
+        depth: 4 + rng.below(40) as usize,
+        grouped: false,
+        slabs: 4,
+        held: MS,
+        buffers: 2 * (reads.len() + 1),
+        writing: Writing::Takes(10_000 + rng.below(5 * MS)),
+        unshared: false,
+        reads,
+    }
 }
 
 fn process(rng: &mut Rng, files: &[usize], calm: bool, crowd: bool, first: bool) -> ProcessSpec {

@@ -14,6 +14,10 @@ pub(super) struct Disk {
     pub(super) written: BTreeMap<CacheBlock, Vec<u8>>,
     /// The holders of claims.
     pub(super) claims: BTreeMap<CacheBlock, u32>,
+    /// The processes that have taken blocks over from silent holders.
+    pub(super) taken: BTreeMap<CacheBlock, u32>,
+    /// How often each process has received something.
+    pub(super) beats: BTreeMap<u32, u64>,
     pub(super) full: bool,
     /// How often each block was asked of the server, by all processes.
     pub(super) asked: BTreeMap<CacheBlock, u64>,
@@ -24,20 +28,33 @@ pub(super) struct Disk {
 impl Disk {
     /// An answer to a look.
     pub(super) fn state(&self, block: CacheBlock) -> Claimed {
-        match self.claims.get(&block) {
+        match self.holder(block) {
             _ if self.written.contains_key(&block) => Claimed::There,
-            Some(&holder) => Claimed::Theirs(holder),
+            Some(holder) => Claimed::Theirs(holder),
             None => Claimed::Missing,
         }
     }
 
+    /// The process that brings a block.
+    pub(super) fn holder(&self, block: CacheBlock) -> Option<u32> {
+        self.taken.get(&block).or_else(|| self.claims.get(&block)).copied()
+    }
+
+    /// A process is gone.
+    pub(super) fn loses(&mut self, process: u32) {
+        self.claims.retain(|_, holder| *holder != process);
+        self.taken.retain(|_, holder| *holder != process);
+    }
+
     /// Ends a claim, if this process has it.
     pub(super) fn unclaim(&mut self, block: CacheBlock, holder: u32) -> bool {
-        let is_held = self.claims.get(&block) == Some(&holder);
-        if is_held {
-            self.claims.remove(&block);
+        for claims in [&mut self.taken, &mut self.claims] {
+            if claims.get(&block) == Some(&holder) {
+                claims.remove(&block);
+                return true;
+            }
         }
-        is_held
+        false
     }
 }
 

@@ -2,12 +2,13 @@
 //! in file order or not, with places or without; a server that answers late, slowly, or with an error; a disk whose claims
 //! vanish with their holders; reads from the disk that fail; writers that are slow, stuck, or have no room; a disk that
 //! becomes full, a cache that is read-only; processes that are killed, stopped and cancelled at any step. Bytes go through
-//! real memory. After every call the carrier (`carrier.rs`) checks what the flow has said, against what it knows itself.
+//! real memory. Of processes on one slow link, which carries all their requests by turns, the bytes that the server sends are
+//! counted. After every call the carrier (`carrier.rs`) checks what the flow has said, against what it knows itself.
 //!
 //! It also shows that it would notice mistakes: every seeded [`CacheMistake`] must be caught.
 
 use super::flow::mutated::CacheMistake;
-use case::{Case, Writing};
+use case::{Case, Incident, Writing, MS};
 use std::ops::Range;
 use world::{Tally, World};
 
@@ -42,6 +43,31 @@ fn judge_writes(seed: u64) -> Result<(), String> {
     }
 }
 
+/// Processes that start together on one slow link, with one that is lost or without: what the server is asked for, and their time.
+fn judge_slow_link(seed: u64) -> Result<(), String> {
+    let incidents = [None, Some(Incident::Stopped(None)), Some(Incident::Killed)];
+    let lost = incidents[seed as usize % 3];
+    let case = Case::of_slow_link(seed, lost);
+    let (blocks, rate) = (case.blocks() as u64, case.rate);
+    let (tally, _) = World::new(case).run()?;
+    if tally.asked > blocks + tally.lost {
+        return Err(format!("{} blocks are asked for, {} of {blocks} were lost; {lost:?}", tally.asked, tally.lost));
+    }
+    // Its blocks come once more, after a second in which others did not come either; a few come first.
+    let most = (blocks + tally.lost) * rate + if tally.lost > 0 { 4000 * MS + 8 * rate } else { 1000 * MS };
+    if tally.ended > most {
+        return Err(format!("it takes {} ms, not {}; {lost:?}", tally.ended / MS, most / MS));
+    }
+    Ok(())
+}
+
+#[test]
+fn processes_on_a_slow_link_ask_for_each_block_once() {
+    for seed in seeds().step_by(16) {
+        judge_slow_link(seed).unwrap_or_else(|fault| panic!("seed {seed}: {fault}"));
+    }
+}
+
 #[test]
 fn every_read_ends_once_with_its_bytes_or_the_error_of_its_block_whatever_happens() {
     let mut all = Tally::default();
@@ -70,6 +96,7 @@ fn every_mistake_of_the_flow_is_caught() {
     for &mistake in CacheMistake::ALL {
         CacheMistake::commit(Some(mistake));
         let caught = (0..SEEDS).find_map(|seed| Some((seed, judge(seed).err()?)));
+        let caught = caught.or_else(|| (0..SEEDS / 10).find_map(|seed| Some((seed, judge_slow_link(seed).err()?))));
         CacheMistake::commit(None);
         match caught {
             Some((seed, fault)) => println!("{mistake:?}: seed {seed}: {fault}"),

@@ -24,13 +24,15 @@ enum Event {
     FreesSlab,
     /// The server has the first byte of a block. The number is that of the request.
     Answers(CacheBlock, u64),
+    /// A part of a block has come; so many are left.
+    Brings(CacheBlock, u64, u64),
     /// A request ends.
     Comes(CacheBlock, u64),
     Fetched(CacheBlock, u64),
     Written,
     Looks,
-    /// Answers to a look.
-    Sees(Vec<(CacheBlock, Claimed)>),
+    /// Answers to a look: the states of blocks, and the holders that have received something.
+    Sees(Vec<(CacheBlock, Claimed)>, Vec<u32>),
     Resumes,
 }
 
@@ -67,6 +69,8 @@ struct Process {
     next: usize,
     turns: bool,
     looks: bool,
+    /// The beats of holders at the last look.
+    beats: BTreeMap<u32, u64>,
     slabs: usize,
     has_slab: Vec<bool>,
     wants_slab: VecDeque<Ticket>,
@@ -89,6 +93,10 @@ pub(super) struct Tally {
     /// Runs in which nothing failed, was dropped or stopped.
     pub(super) undisturbed: u64,
     pub(super) steps: u64,
+    /// Blocks that were asked of the server, and its requests that were lost with their process.
+    pub(super) asked: u64,
+    pub(super) lost: u64,
+    pub(super) ended: Time,
 }
 
 impl Tally {
@@ -132,6 +140,7 @@ impl World {
                 next: 0,
                 turns: true,
                 looks: false,
+                beats: BTreeMap::new(),
                 slabs: spec.slabs,
                 has_slab: vec![false; spec.reads.len()],
                 wants_slab: VecDeque::new(),
@@ -193,10 +202,11 @@ impl World {
             return Ok(());
         }
         self.disk.borrow_mut().disturbed = true;
+        self.tally.lost += process.requests.len() as u64 + process.hands.writer.len() as u64;
         match incident {
             Incident::Killed => {
                 process.life = Life::Killed;
-                self.disk.borrow_mut().claims.retain(|_, holder| *holder != me as u32);
+                self.disk.borrow_mut().loses(me as u32);
             }
             Incident::Stopped(pause) => {
                 process.life = Life::Stopped(pause.is_some());
@@ -237,16 +247,26 @@ impl World {
                 self.give_slabs(me);
             }
             Event::Answers(block, number) => return self.answers(me, block, number),
+            Event::Brings(block, number, left) => return self.brings(me, block, number, left),
             Event::Comes(block, number) => return self.comes(me, block, number),
             Event::Fetched(block, number) => return self.fetched(me, block, number),
             Event::Written => return self.written(me),
             Event::Looks => {
                 process.looks = false;
-                let seen = process.flow.theirs().map(|block| (block, self.disk.borrow().state(block))).collect();
+                let disk = self.disk.borrow();
+                let seen = process.flow.theirs().map(|(block, holder)| (block, holder, disk.state(block)));
+                let is_new = |(_, holder, now): &(CacheBlock, u32, Claimed)| *now != Claimed::Theirs(*holder);
+                let seen = seen.filter(is_new).map(|(block, _, now)| (block, now)).collect();
+                let beats =
+                    process.flow.holders().into_iter().map(|it| (it, disk.beats.get(&it).copied().unwrap_or(0)));
+                let has_beaten =
+                    |(holder, now): &(u32, u64)| process.beats.insert(*holder, *now).is_some_and(|it| it != *now);
+                let alive = beats.filter(has_beaten).map(|(holder, _)| holder).collect();
+                drop(disk);
                 let late = self.draw(me, Drawn::Look).below(self.case.look / 2);
-                self.after(me, late, Event::Sees(seen));
+                self.after(me, late, Event::Sees(seen, alive));
             }
-            Event::Sees(seen) => return self.sees(me, seen),
+            Event::Sees(seen, alive) => return self.sees(me, seen, alive),
             Event::Resumes => {
                 process.life = Life::Runs;
                 for event in std::mem::take(&mut process.missed) {
@@ -280,11 +300,11 @@ impl World {
         if told != is {
             return Err(format!("process {me} waits for {told} reads, and {is} have not ended"));
         }
-        let (told, is) = (process.flow.theirs().count(), process.hands.looked_at());
+        let (told, is) = ((process.flow.theirs().count(), process.flow.holders()), process.hands.looked_at());
         if told != is {
-            return Err(format!("process {me} looks at {told} blocks, and others bring {is}"));
+            return Err(format!("process {me} looks at {told:?} blocks and holders, and others bring {is:?}"));
         }
-        if !process.looks && is > 0 {
+        if !process.looks && !is.1.is_empty() {
             process.looks = true;
             let pause = self.case.look / 2 + self.draw(me, Drawn::Look).below(self.case.look);
             self.after(me, pause, Event::Looks);
@@ -309,10 +329,7 @@ impl World {
                 buffer.fill(&bytes[..bytes.len() / 2]);
                 request.buffer = Some(buffer);
                 let number = request.number;
-                let free_at = &mut self.free_at[if self.case.alone { me } else { 0 }];
-                *free_at = self.now.max(*free_at) + self.case.rate;
-                let pause = *free_at - self.now;
-                self.after(me, pause, Event::Comes(block, number));
+                self.carries(me, block, number, self.case.parts);
             }
             Todo::Fetch(block, buffer) => {
                 self.pushed += 1;
@@ -346,6 +363,28 @@ impl World {
                 self.turns_soon(me, pause);
             }
         }
+    }
+
+    /// The link carries a part of a block; so many are left.
+    fn carries(&mut self, me: usize, block: CacheBlock, number: u64, left: u64) {
+        let free_at = &mut self.free_at[if self.case.alone { me } else { 0 }];
+        *free_at = self.now.max(*free_at) + self.case.rate / self.case.parts;
+        let pause = *free_at - self.now;
+        let event = if left > 1 { Event::Brings(block, number, left - 1) } else { Event::Comes(block, number) };
+        self.after(me, pause, event);
+    }
+
+    /// A process receives something.
+    fn beats(&mut self, me: usize) {
+        *self.disk.borrow_mut().beats.entry(me as u32).or_default() += 1;
+    }
+
+    fn brings(&mut self, me: usize, block: CacheBlock, number: u64, left: u64) -> Check {
+        self.beats(me);
+        if self.processes[me].requests.get(&block).is_some_and(|request| request.number == number) {
+            self.carries(me, block, number, left);
+        }
+        Ok(())
     }
 
     fn turns_soon(&mut self, me: usize, pause: Time) {
@@ -391,7 +430,9 @@ impl World {
         let Some(request) = process.requests.get(&block).filter(|request| request.number == number) else {
             return Ok(());
         };
-        if request.fate == Fate::FailsSoon {
+        let fate = request.fate;
+        self.beats(me);
+        if fate == Fate::FailsSoon {
             let pause = self.case.draw(Drawn::FirstByteToFailure, block, number).below(3 * MS);
             self.after(me, pause, Event::Comes(block, number));
         }
@@ -407,6 +448,7 @@ impl World {
         let Some(Request { fate, buffer, .. }) = process.requests.remove(&block) else { return Ok(()) };
         let came = fate == Fate::Comes && buffer.is_some();
         if came {
+            self.beats(me);
             buffer.inspect(|buffer| buffer.fill(&self.case.bytes(block)));
             return self.call(me, Call::Came(block, None), |flow, hands, _| flow.came(block, Ok(()), hands));
         }
@@ -465,7 +507,11 @@ impl World {
         self.call(me, Call::GiveBuffers, |flow, hands, _| flow.give_buffers(hands))
     }
 
-    fn sees(&mut self, me: usize, seen: Vec<(CacheBlock, Claimed)>) -> Check {
+    fn sees(&mut self, me: usize, seen: Vec<(CacheBlock, Claimed)>, alive: Vec<u32>) -> Check {
+        for holder in alive {
+            self.processes[me].hands.sees_alive(self.now, holder);
+            self.call(me, Call::Alive, |flow, _, now| flow.is_alive(now, holder))?;
+        }
         for (block, state) in seen {
             let before = self.processes[me].hands.blocks.get(&block).map(|awaited| awaited.at);
             self.processes[me].hands.sees(self.now, block, state);
@@ -511,6 +557,7 @@ impl World {
             }
         }
         let disk = self.disk.borrow();
+        (self.tally.asked, self.tally.ended) = (disk.asked.values().sum(), self.now);
         self.tally.undisturbed = u64::from(!disk.disturbed);
         let twice = disk.asked.iter().find(|(_, asked)| **asked > 1);
         if let (false, Some((block, asked))) = (disk.disturbed, twice) {

@@ -268,6 +268,50 @@ fn a_killed_holder_has_no_claims_and_a_stopped_one_keeps_them() {
 }
 
 #[test]
+fn a_block_of_a_stopped_holder_is_taken_over_by_one_process_which_can_give_it_back() {
+    let (_folder, cache) = cache();
+    let mut holder = child("claims", cache.path(), &[]);
+    let number = said(&mut holder, "number ");
+    signal(holder.id(), libc::SIGSTOP);
+    let open = || cache.find(&key("model"), "v", SIZE).unwrap().unwrap();
+    let (one, other) = (open(), open());
+    let by = |entry: &CacheEntry| BlockState::Claimed(entry.number());
+    for block_number in 3..6 {
+        assert_eq!(one.take_over(block_number).unwrap(), by(&one));
+        assert_eq!((other.state(block_number).unwrap(), one.state(block_number).unwrap()), (by(&one), by(&one)));
+        assert_eq!(other.take_over(block_number).unwrap(), by(&one), "one of them has it");
+    }
+    one.release(3);
+    one.write(4, &block(&one, 4)).unwrap();
+    assert_eq!(other.state(3).unwrap(), BlockState::Claimed(number), "it is the stopped one's again");
+    assert_eq!((other.take_over(3).unwrap(), other.take_over(4).unwrap()), (by(&other), BlockState::There));
+    drop(one);
+    assert_eq!(other.state(5).unwrap(), BlockState::Claimed(number));
+    // What was taken over stays so when its first holder is gone.
+    let third = open();
+    kill(holder);
+    assert_eq!((third.state(3).unwrap(), third.state(5).unwrap()), (by(&other), BlockState::Missing));
+    assert_eq!((third.claim(3).unwrap(), third.take_over(5).unwrap()), (by(&other), by(&third)));
+    other.release(3);
+    assert_eq!((third.claim(3).unwrap(), check(&third)), (by(&third), 1));
+}
+
+#[test]
+fn a_process_that_receives_something_is_seen_by_others() {
+    let (_folder, cache) = cache();
+    let again = CacheFolder::open(&settings(cache.path())).unwrap();
+    let (one, other) = (cache.beats.as_ref().unwrap(), again.beats.as_ref().unwrap());
+    let (mine, another) = (7 << 16 | 1, 8 << 16 | 1);
+    let before = (other.count(mine), other.count(another));
+    one.beat(mine);
+    let after = other.count(mine);
+    one.beat(mine);
+    assert!(after != before.0 && other.count(mine) != after, "each beat is another count");
+    assert_eq!(other.count(mine), other.count(mine + 1), "all entries of a process have one");
+    assert_eq!(other.count(another), before.1);
+}
+
+#[test]
 fn a_forked_child_keeps_the_locks_of_a_killed_parent_unless_it_leaves_them() {
     for (role, word, stays) in [("forks", "leaves", false), ("forks", "drops", false), ("forks_and_keeps", "", true)] {
         let (_folder, cache) = cache();

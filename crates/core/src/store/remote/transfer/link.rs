@@ -19,7 +19,7 @@ const HEAD: usize = 4096;
 /// Bytes that are received in search of the next chunk. Bytes of the body among them are copied.
 const CHUNK: usize = 64 << 10;
 /// How often it is reported that bytes come.
-const REPORT: Duration = Duration::from_secs(1);
+const REPORT: Duration = Duration::from_millis(250);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::store::remote) enum LinkState {
