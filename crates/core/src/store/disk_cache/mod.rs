@@ -35,6 +35,7 @@ pub(crate) use crew::stop_cache_work;
 pub use entry::leave_to_parent;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
+pub(crate) use given::node_of;
 pub use given::{is_disk_cache, GivenObject};
 pub(crate) use key::CacheKey;
 pub(crate) use map::BLOCK;
