@@ -76,7 +76,7 @@ struct SendWait<'w> {
 
 impl LinePace for SendWait<'_> {
     fn left(&self) -> io::Result<Duration> {
-        self.watch.check().map_err(|_| io::Error::other(GivenUp))?;
+        self.watch.check().map_err(|_| io::Error::other(NobodyWaits))?;
         let left = self.stall.saturating_sub(lock(&self.last).elapsed());
         if left.is_zero() {
             return Err(late());
@@ -106,15 +106,15 @@ impl LinePace for SendWait<'_> {
 
 /// Nobody wants the answer any more.
 #[derive(Debug)]
-struct GivenUp;
+struct NobodyWaits;
 
-impl std::fmt::Display for GivenUp {
+impl std::fmt::Display for NobodyWaits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("given up")
     }
 }
 
-impl std::error::Error for GivenUp {}
+impl std::error::Error for NobodyWaits {}
 
 /// The result of one try.
 enum Tried {
