@@ -378,7 +378,8 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         };
     }
     // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
-    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name);
+    let is_own =
+        |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name.strip_suffix(PART).unwrap_or(name));
     let is_other =
         |name: &String| name != "lost+found" && !is_own(name) && name.strip_suffix(PART).unwrap_or(name) != MARKER;
     let names = root.names()?;

@@ -204,7 +204,9 @@ impl HubPlace {
             self.give_mode(entry)?;
             self.locked(|| self.point_to(Some(&new)))
         });
-        placed.inspect_err(|_| remove(&new))
+        // Another process may have brought the file meanwhile: then the name was not needed.
+        remove(&new);
+        placed
     }
 
     /// Gives the data file the mode that files get here, except that nobody else may write it: it is the cache's too.
@@ -232,7 +234,9 @@ impl HubPlace {
             let _kept = unsafe { libc::posix_fadvise(made.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
             self.locked(|| self.point_to(Some(&new)))
         };
-        copied().inspect_err(|_| remove(&new))
+        let copied = copied();
+        remove(&new);
+        copied
     }
 
     /// Reads the object, and writes it to `into`. An error if it has another digest: then the cache does not have it any more.

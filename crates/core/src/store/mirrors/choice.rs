@@ -326,13 +326,17 @@ impl MirrorChoice {
         let is_new = state.node.replace(node) != Some(node);
         let size = self.objects[file as usize].map_or(0, |object| object.size);
         let count = board_bits(size) as usize;
+        let has_lost = board.bits[..count].iter().zip(bits).any(|(old, new)| old & !new != 0);
         board.bits.copy_from_slice(bits);
         board.is_full =
             bits[..count].iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>() >= size.div_ceil(BLOCK);
         if is_new {
             self.rank_anew();
         }
-        if !self.mirrors[mirror].is_left {
+        if has_lost {
+            // An entry was evicted, or a block was forgotten: reads that waited for it may wait for nobody now.
+            self.count_anew();
+        } else if !self.mirrors[mirror].is_left {
             self.there[file as usize].iter_mut().zip(&bits[..count]).for_each(|(all, byte)| *all |= byte);
             self.sort(file);
         }
@@ -374,6 +378,13 @@ impl MirrorChoice {
         if std::mem::replace(&mut self.mirrors[mirror].is_left, true) {
             return false;
         }
+        self.count_anew();
+        self.rank_anew();
+        true
+    }
+
+    /// Counts anew which blocks mirrors have, and sorts the reads by that.
+    fn count_anew(&mut self) {
         for (file, all) in self.there.iter_mut().enumerate() {
             all.fill(0);
             for board in
@@ -385,8 +396,7 @@ impl MirrorChoice {
         for (key, wanted) in std::mem::take(&mut self.shared) {
             self.wants(key, wanted);
         }
-        self.rank_anew();
-        true
+        (0..self.there.len() as u32).for_each(|file| self.sort(file));
     }
 
     /// The reads that somebody is to be asked for now, and who.
@@ -459,6 +469,11 @@ impl MirrorChoice {
         let left: u64 = self.alone.values().map(|wanted| wanted.len).sum();
         let nodes = 1 + self.mirrors.iter().filter(|mirror| !mirror.is_left && mirror.node.is_some()).count() as u64;
         most.min((left / (PART_OF_SHARE * nodes)).max(LEAST))
+    }
+
+    /// True if time alone may change what is asked for: mirrors are looked at, or the allowance of the load grows.
+    pub(super) fn waits_for_time(&self) -> bool {
+        self.is_busy() && (self.has_mirrors() || self.allowance.is_some())
     }
 
     /// True if the load may receive more than these bytes now.

@@ -195,8 +195,7 @@ impl MirrorSource {
         for (key, wanted, giver) in self.choice.asks(now) {
             self.send(key, wanted, giver, now);
         }
-        let goes_on = self.choice.has_mirrors() && self.choice.is_busy();
-        self.timer.set(goes_on.then_some(TICK));
+        self.timer.set(self.choice.waits_for_time().then_some(TICK));
     }
 
     /// A read waits until somebody is asked for it.

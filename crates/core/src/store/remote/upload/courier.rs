@@ -223,7 +223,7 @@ impl Courier {
     }
 
     /// A connection to a server, and whether it has been used.
-    #[allow(clippy::type_complete)]
+    #[allow(clippy::type_complexity)]
     fn line(
         &self,
         server: &Server,
