@@ -45,7 +45,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache netbench peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache bench-nodes netbench peers wheel versions aarch64 deny clean
 .PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem power-loss power-loss-mutant drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers runai-examples engines-versions nodes ray pod pod-v2 recipes
 
 help:
@@ -66,6 +66,7 @@ help:
 	@echo "make bench-copied  copied loads of GPT-2, every way, cold and warm: five minutes"
 	@echo "make bench-web  loads from a web server beside a bare receive loop, plain, with TLS, and over slow links (half an hour)"
 	@echo "make bench-cache  loads through the disk cache beside loads without it, on a link of 1 Gbit/s, alone and by eight processes (half an hour; as root)"
+	@echo "make bench-nodes  eight nodes that give each other what they fetched, as network namespaces, and their faults (half an hour; as root)"
 	@echo "make bench-engines  vLLM's loaders beside Penstock's, four ranks, a disk held to a rate (half an hour; as root)"
 	@echo "make power-loss  the disk cache after losses of power, in QEMU; make power-loss-mutant: a mistake that it must find (an hour each; as root)"
 	@echo "make drives  ranks that load together from four drives, beside plain readers, in QEMU (20 minutes; as root)"
@@ -193,6 +194,11 @@ bench-web: peers netbench
 # The disk cache: what it costs, second starts, and processes that share it (as root: network namespaces).
 bench-cache: develop netbench
 	$(RUN) benches/disk_cache.py .bench/disk_cache --tools $(TARGET)/release --json .bench/disk_cache.json $(BENCH)
+
+# Nodes that give each other what they fetched (as root: network namespaces). Eight caches and a checkpoint: 10 GB of memory.
+NODES_FOLDER ?= /dev/shm/penstock-nodes
+bench-nodes: develop netbench
+	$(RUN) benches/nodes.py $(NODES_FOLDER) --tools $(TARGET)/release --json .bench/nodes.json $(BENCH)
 
 # FOLDER: on the disk to write to.
 FOLDER ?= $(CURDIR)/.bench/saved

@@ -85,7 +85,7 @@ def what_works_on_files_only_refuses_addresses(scheme: str, folder: Path) -> Non
 
 
 def what_is_saved_comes_back(place: str, storage: Any, folder: Path, read: Callable[[str], bytes]) -> None:
-    """Saves under ``place``, read back by Penstock, and by ``read``, another client, of the name of an object under it."""
+    """Saves under ``place``, read back by Penstock, and by ``read``: another client, asked by an object's name."""
     random = np.random.default_rng(7)
     states = [{f"w{i}": random.integers(0, 255, 9_000_000 + i, np.uint8) for i in range(4)} for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""Saves to a bucket, against a double of S3 that checks signatures, checksums and conditions (tests/upload_server.py)."""
+"""Saves to a bucket, against a double of S3 that checks signatures, checksums and conditions (`upload_server`)."""
 
 from __future__ import annotations
 
@@ -76,6 +76,22 @@ def states(bucket: Uploads, before: dict[str, bytes]) -> list[dict[str, bytes] |
     return found
 
 
+class Counted:
+    """Refuses the request with this number."""
+
+    def __init__(self, number: int) -> None:
+        self.left, self.was_reached = number, False
+        self.lock = threading.Lock()
+
+    def __call__(self, method: str, key: str, query: dict[str, str]) -> Any:
+        with self.lock:
+            self.left -= 1
+            if self.left != -1:
+                return None
+            self.was_reached = True
+        return error(400, "InvalidRequest", "on purpose")
+
+
 def test_a_file_in_a_bucket_is_the_file_that_a_folder_would_get(bucket: Uploads, tmp_path: Path) -> None:
     for metadata in (None, {"format": "pt"}):
         for layout in ("aligned", "compact"):
@@ -143,23 +159,14 @@ def test_a_failure_at_any_request_leaves_the_old_checkpoint_or_the_new_one(bucke
             bucket.objects.update(before)
             bucket.requests.clear()
             bucket.history.clear()
-            asked: list[int] = []
-            fails = threading.Event()
-
-            def refuses(method: str, key: str, query: dict[str, str], at: int = refused_at, asked: Any = asked) -> Any:
-                asked.append(1)
-                if len(asked) - 1 == at:
-                    fails.set()
-                    return error(400, "InvalidRequest", "on purpose")
-                return None
-
-            bucket.refuses = refuses
+            number = Counted(refused_at)
+            bucket.refuses = number
             try:
                 penstock.save(**new_arguments, directory=PLACE, storage=settings(bucket))
             except penstock.PenstockError as e:
                 assert "on purpose" in str(e) or "answered 400" in str(e)  # an answer to HEAD has no body
             bucket.refuses = lambda *_: None
-            if not fails.is_set():
+            if not number.was_reached:
                 break
             new = visible(bucket.objects)
             assert all(state in (old, new) for state in states(bucket, before))
@@ -217,7 +224,7 @@ def test_of_two_saves_to_one_prefix_the_later_one_fails(bucket: Uploads) -> None
 def denied(*methods: str) -> Any:
     return lambda method, key, query: (
         error(403, "AccessDenied", "Access Denied")
-        if method in methods and "uploadId" not in query or ("list" in methods and "list-type" in query)
+        if (method in methods and "uploadId" not in query) or ("list" in methods and "list-type" in query)
         else None
     )
 
@@ -234,7 +241,7 @@ def test_without_the_right_to_delete_a_save_succeeds_where_the_new_checkpoint_is
 def test_without_the_right_to_delete_an_old_single_file_stays_the_checkpoint(bucket: Uploads) -> None:
     penstock.save(tensors(1), PLACE, storage=settings(bucket))
     bucket.refuses = denied("DELETE")
-    with pytest.raises(penstock.AccessError, match="cannot remove it.*the old checkpoint stays"):
+    with pytest.raises(penstock.AccessError, match=r"cannot remove it.*the old checkpoint stays"):
         penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
     bucket.refuses = lambda *_: None
     assert same(load(bucket), tensors(1))

@@ -133,7 +133,11 @@ class Uploads(Bucket):
         if method == "POST" and "uploads" in query:
             number = f"upload-{next(self.numbers)}"
             self.under_way[number] = Parts(key)
-            return 200, {}, f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>".encode()
+            return (
+                200,
+                {},
+                f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>".encode(),
+            )
         if "uploadId" in query:
             upload = self.under_way.get(query["uploadId"])
             if upload is None or upload.key != key:

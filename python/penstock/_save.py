@@ -327,7 +327,7 @@ def _folder(directory: str | os.PathLike[str]) -> str:
     scheme, _, key = place.partition("://")
     if not key.strip("/"):
         raise InvalidError(f"directory={place!r}: it names no bucket")
-    return f"{scheme}://{key.rstrip('/')}"
+    return f"{scheme}://{key.removesuffix('/')}"
 
 
 def save_file(

@@ -4,9 +4,7 @@ use crate::errors::detached;
 use crate::guard::{answer, guarded, perform, Answer, Held};
 use crate::storage::stores_of;
 use crate::waiting::time_of;
-use penstock::store::is_disk_cache;
-use penstock_serve::served::Served;
-use penstock_serve::{Cache, Folder, Settings};
+use penstock_serve::{Place, Settings};
 use pyo3::prelude::*;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,10 +45,7 @@ impl Server {
             };
             let shared = stores_of(py, None, None)?.shares_disk_cache();
             let server = detached(py, || {
-                let served: Arc<dyn Served> = match is_disk_cache(&folder) {
-                    true => Arc::new(Cache::open(&folder, shared)?),
-                    false => Arc::new(Folder::open(&folder)?),
-                };
+                let served = Arc::new(Place::open(&folder, shared)?);
                 penstock_serve::Server::start(served, settings)
             })?;
             Ok(Self(Held::new(Mutex::new(server))))

@@ -20,6 +20,9 @@ use std::sync::Arc;
 pub struct Cache(Arc<CacheFolder>);
 
 impl Cache {
+    /// Descriptors of an object that is being sent: its data and its map.
+    pub(crate) const DESCRIPTORS: u64 = 2;
+
     /// Opens the cache in this folder. `shared`: its group may write to it.
     ///
     /// # Errors
@@ -32,6 +35,10 @@ impl Cache {
 }
 
 impl Served for Cache {
+    fn descriptors(&self) -> u64 {
+        Cache::DESCRIPTORS
+    }
+
     fn find(&self, name: &Name) -> io::Result<Found> {
         let parts: Vec<&[u8]> = name.parts().collect();
         let file = match &parts[..] {

@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 const COPIED: u64 = 64 << 10;
 /// Bytes of one call of `sendfile`. The file is compared after each.
 const SENT: u64 = 1 << 20;
+/// A client that takes fewer bytes in `stall_time` holds a place that others want: 1 KiB/s.
+const TAKEN: u64 = COPIED;
 /// Bytes that a connection sends before others have their turn.
 const TURN: u64 = 4 << 20;
 /// Answers that a connection gets before others have their turn.
@@ -61,6 +63,8 @@ pub(crate) struct Connection {
     body: Option<Body>,
     keeps: bool,
     request: Log,
+    /// Bytes that were sent since the deadline was set.
+    taken: u64,
     /// When the connection is closed if nothing moves.
     pub(crate) deadline: Instant,
 }
@@ -94,8 +98,8 @@ impl Connection {
     pub(crate) fn new(wire: Wire, peer: SocketAddr, settings: &Settings) -> Connection {
         let deadline = Instant::now() + settings.head_time;
         let (input, output, body, request) = Default::default();
-        let (phase, seen, sent, keeps) = (Phase::Reading, 0, 0, true);
-        Connection { wire, peer, phase, input, seen, output, sent, body, keeps, request, deadline }
+        let (phase, seen, sent, keeps, taken) = (Phase::Reading, 0, 0, true, 0);
+        Connection { wire, peer, phase, input, seen, output, sent, body, keeps, request, taken, deadline }
     }
 
     pub(crate) fn wire(&self) -> &Wire {
@@ -175,7 +179,7 @@ impl Connection {
         };
         shared.metrics.answered(status);
         self.request.status = status;
-        (self.output, self.sent) = (text.into_bytes(), 0);
+        (self.output, self.sent, self.taken) = (text.into_bytes(), 0, 0);
         self.deadline = Instant::now() + shared.settings.stall_time;
     }
 
@@ -287,7 +291,10 @@ impl Connection {
         *bytes += sent as u64;
         self.request.bytes += sent as u64;
         add(&shared.metrics.sent_bytes, sent as u64);
-        self.deadline = Instant::now() + shared.settings.stall_time;
+        self.taken += sent as u64;
+        if self.taken >= TAKEN {
+            (self.taken, self.deadline) = (0, Instant::now() + shared.settings.stall_time);
+        }
         Ok(None)
     }
 

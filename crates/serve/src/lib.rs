@@ -1,7 +1,8 @@
 //! A read-only HTTP/1.1 server of checkpoints: GET and HEAD, ranges, strong ETags, `sendfile`.
 //!
 //! The server has two halves, which meet in the traits of [`served`]. One half knows names, sizes, versions and
-//! descriptors: [`Folder`] is the files below a folder, [`Cache`] the objects of a disk cache. The other half knows HTTP, and nothing of files.
+//! descriptors: [`Folder`] is the files below a folder, [`Cache`] the objects of a disk cache,
+//! [`Place`] the one until it is the other. The other half knows HTTP, and nothing of files.
 //!
 //! - `request` reads the head of a request; `name`, `range`, `conditions` and `date` are parts of it; `answer` decides,
 //!   from the request and the facts of the object, what is answered. These are pure functions: `fuzz/` runs them.
@@ -42,6 +43,7 @@ mod listing;
 mod log;
 mod metrics;
 mod name;
+mod place;
 mod poller;
 mod range;
 mod request;
@@ -55,5 +57,6 @@ mod wire;
 pub use cache::Cache;
 pub use folder::Folder;
 pub use name::Name;
+pub use place::Place;
 pub use server::Server;
 pub use settings::Settings;

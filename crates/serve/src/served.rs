@@ -12,6 +12,11 @@ pub trait Served: Send + Sync {
     /// # Errors
     /// `NotFound` if nothing has this name, `PermissionDenied` if this process may not read it.
     fn find(&self, name: &Name) -> io::Result<Found>;
+
+    /// Descriptors of an object that is being sent, at most.
+    fn descriptors(&self) -> u64 {
+        1
+    }
 }
 
 /// The answer to a name.
@@ -27,7 +32,8 @@ pub trait Object: Send {
     /// Size in bytes.
     fn size(&self) -> u64;
 
-    /// The strong version, as an ETag with its quotes: two objects with the same one have the same bytes.
+    /// The version, as an ETag with its quotes: two objects with the same strong one have the same bytes. A weak one (`W/`)
+    /// never matches a condition.
     fn etag(&self) -> &str;
 
     /// Last modification, seconds since the epoch.

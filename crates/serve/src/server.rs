@@ -77,7 +77,7 @@ impl Server {
             );
             return Err(Error::new(ErrorKind::Invalid, text));
         }
-        let most = settings.most_connections.min(connections_of_descriptors());
+        let most = settings.most_connections.min(connections_of_descriptors(1 + served.descriptors()));
         if most == 0 || settings.threads == 0 {
             let text =
                 "no connection can be served: raise the limit of connections, of threads, or of open files (ulimit -n)";
@@ -302,9 +302,8 @@ fn listen(settings: &Settings) -> Result<(TcpListener, SocketAddr)> {
     Ok((listener, address))
 }
 
-/// Connections that the limit of open files has room for: each has a socket and a file. The limit is raised as far as it
-/// goes.
-fn connections_of_descriptors() -> usize {
+/// Connections that the limit of open files has room for, if each has so many. The limit is raised as far as it goes.
+fn connections_of_descriptors(each: u64) -> usize {
     let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: a structure of this kind, borrowed for the calls.
     unsafe {
@@ -314,5 +313,5 @@ fn connections_of_descriptors() -> usize {
             limit = raised;
         }
     }
-    usize::try_from(limit.rlim_cur.saturating_sub(SPARE) / 2).unwrap_or(usize::MAX)
+    usize::try_from(limit.rlim_cur.saturating_sub(SPARE) / each).unwrap_or(usize::MAX)
 }

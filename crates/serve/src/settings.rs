@@ -28,7 +28,7 @@ pub struct Settings {
     pub head_time: Duration,
     /// The longest time between an answer and the next request.
     pub idle_time: Duration,
-    /// The longest time in which a client takes no byte of an answer.
+    /// The longest time in which a client takes less than 64 KiB of an answer, or than its rest.
     pub stall_time: Duration,
 }
 

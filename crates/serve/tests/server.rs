@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+use penstock::store::{CacheFolder, DiskCacheSettings};
 use penstock_serve::served::{Found, Object, Served};
-use penstock_serve::{Folder, Name, Server, Settings};
+use penstock_serve::{Folder, Name, Place, Server, Settings};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -281,6 +282,25 @@ fn three_that_are_served(to: SocketAddr) -> Vec<TcpStream> {
 }
 
 #[test]
+fn a_client_that_takes_a_few_bytes_at_a_time_is_closed() {
+    let site = site(Settings { stall_time: Duration::from_millis(600), ..Settings::default() });
+    let to = site.server.address();
+    let mut stream = connect(to);
+    send(&mut stream, "GET /big HTTP/1.1\r\nHost: localhost\r\n\r\n");
+    let begun = Instant::now();
+    loop {
+        // 20 kB in a second; the server wants 64 KiB in 0.6 s
+        let _ = stream.read(&mut [0; 1000]);
+        sleep(Duration::from_millis(50));
+        let text = String::from_utf8(get(to, "/-/metrics", "").1).unwrap();
+        if text.contains("serve_connections 1\n") {
+            return;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(20), "it keeps its place");
+    }
+}
+
+#[test]
 fn connections_beyond_the_limit_are_refused_and_places_come_back() {
     let site = site(Settings { most_connections: 3, ..Settings::default() });
     let to = site.server.address();
@@ -290,6 +310,27 @@ fn connections_beyond_the_limit_are_refused_and_places_come_back() {
         assert_eq!(status(&answer(&mut more, true).unwrap().0), 503);
         assert!(is_closed(&mut more));
     }
+}
+
+#[test]
+fn a_folder_is_served_as_a_cache_as_soon_as_it_is_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let place = Arc::new(Place::open(dir.path(), false).unwrap());
+    let server = Server::start(place, Settings { port: 0, ..Settings::default() }).unwrap();
+    fs::write(dir.path().join("small"), "hello").unwrap();
+    assert_eq!(status(&get(server.address(), "/small", "").0), 200);
+    fs::remove_file(dir.path().join("small")).unwrap();
+    let settings = DiskCacheSettings {
+        folder: dir.path().into(),
+        size: None,
+        free: None,
+        shared: false,
+        verify: false,
+        refetch: false,
+    };
+    drop(CacheFolder::open(&settings).unwrap());
+    assert_eq!(status(&get(server.address(), "/penstock-disk-cache", "").0), 404);
+    assert_eq!(get(server.address(), "/", "Accept: application/json\r\n").1, b"{\"cut\":false,\"entries\":[]}\n");
 }
 
 #[test]

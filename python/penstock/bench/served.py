@@ -43,8 +43,8 @@ def program(name: str, tools: Path | None) -> Path:
     return Path(found)
 
 
-def certify(folder: Path) -> tuple[Path, Path, Path]:
-    """An authority of our own, and the certificate that it gives localhost, with its key: three files in `folder`.
+def certify(folder: Path, names: Iterable[str] = ("DNS:localhost",)) -> tuple[Path, Path, Path]:
+    """An authority of our own, and the certificate that it gives these names, with its key: three files in `folder`.
 
     Raises:
         NotServed: if there is no openssl, which makes them.
@@ -62,7 +62,7 @@ def certify(folder: Path) -> tuple[Path, Path, Path]:
     openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "30", "-subj", "/CN=Penstock's own",
             "-addext", "keyUsage=critical,keyCertSign,cRLSign")  # fmt: skip
     openssl("req", *key, "-keyout", "key.pem", "-out", "asked.csr", "-subj", "/CN=localhost")
-    (folder / "names").write_text("subjectAltName=DNS:localhost\nbasicConstraints=CA:FALSE\n")
+    (folder / "names").write_text(f"subjectAltName={','.join(names)}\nbasicConstraints=CA:FALSE\n")
     openssl("x509", "-req", "-in", "asked.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30",
             "-extfile", "names", "-out", "cert.pem")  # fmt: skip
     return folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
@@ -142,6 +142,11 @@ class Served:
             if pipe is not None:
                 pipe.close()
         self._made.cleanup()
+
+    @property
+    def pid(self) -> int:
+        """The process of the server."""
+        return self._process.pid
 
     def urls(self, files: Iterable[Path]) -> list[str]:
         """The addresses of files in the folder."""

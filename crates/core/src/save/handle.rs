@@ -81,8 +81,9 @@ struct SavePlace {
     extent: u64,
     /// True if chunks are written out of slabs, wherever tensors are.
     is_direct: bool,
-    /// Threads that write.
+    /// Threads that write, and most of them.
     writers: usize,
+    most: usize,
 }
 
 impl SavePlace {
@@ -100,15 +101,15 @@ impl SavePlace {
             Location::Path(folder) => {
                 let target = FilesTarget::new(plan, folder, checkpoint, sync, report)?;
                 let (is_direct, writers) = (target.is_direct(), CACHE_WRITERS.min(plan.files.len()));
-                return Ok(SavePlace { target: Box::new(target), extent, is_direct, writers });
+                return Ok(SavePlace { target: Box::new(target), extent, is_direct, writers, most: usize::MAX });
             }
             Location::Url(_) => folder.scheme().unwrap_or_default(),
         };
         let unknown = || Error::new(ErrorKind::Unsupported, format!("there is no store for {scheme}://")).at(folder);
         let store = stores.of(scheme).ok_or_else(unknown)?;
         let target = ObjectsTarget::new(plan, folder, &store, checkpoint, extent.max(PART), report)?;
-        let (extent, writers) = (target.part(), SENDERS.min(target.connections()));
-        Ok(SavePlace { target: Box::new(target), extent, is_direct: false, writers })
+        let (extent, most) = (target.part(), target.connections());
+        Ok(SavePlace { target: Box::new(target), extent, is_direct: false, writers: SENDERS.min(most), most })
     }
 }
 
@@ -126,7 +127,7 @@ impl Save {
         report.file_bytes = plan.files.iter().map(|file| file.size).sum();
         report.files = plan.files.len() + usize::from(plan.index.is_some());
         let names = plan.names();
-        let SavePlace { target, extent, is_direct, writers } = place;
+        let SavePlace { target, extent, is_direct, writers, most: most_writers } = place;
         let (chunks, pieces, late) = cut(&plan, &tensors, extent)?;
         let staged = is_direct || pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
         let most = match (options.threads, staged) {
@@ -134,7 +135,7 @@ impl Save {
             (0, false) => writers,
             (n, _) => n as usize,
         };
-        let mut crew = most.clamp(1, chunks.len().max(1));
+        let mut crew = most.min(most_writers).clamp(1, chunks.len().max(1));
         let mut staging = None;
         if staged {
             let share = Ring::process().join(extent.next_multiple_of(HUGE_PAGE), options.staging)?;

@@ -20,7 +20,6 @@ use crate::store::{Location, Store};
 use crate::sync::{lock, Mutex};
 use std::ffi::OsStr;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -58,8 +57,6 @@ enum Visible {
 struct ObjectUnderWay {
     at: Location,
     size: u64,
-    /// Chunks that have not been sent.
-    left: AtomicUsize,
     stage: Mutex<UploadStage>,
 }
 
@@ -81,6 +78,8 @@ struct Before {
     single: Option<(Location, Option<String>)>,
     /// The index and its version.
     index: Option<(Location, Option<String>)>,
+    /// The single file that would hide the index, where there is none.
+    appears: Option<Location>,
     /// True if the server does not say which objects there are.
     is_unlisted: bool,
 }
@@ -177,7 +176,6 @@ impl ObjectsTarget {
         let object = |file: &super::plan::FilePlan| ObjectUnderWay {
             at: folder.within(&file.name),
             size: file.size,
-            left: AtomicUsize::new(file.size.div_ceil(part) as usize),
             stage: Mutex::new(UploadStage::Away),
         };
         let objects = plan.files.iter().map(object).collect();
@@ -239,12 +237,9 @@ impl ObjectsTarget {
     fn send(&self, shared: &SaveShared, chunk: &Chunk, bytes: &[&[u8]]) -> Result<Written> {
         let (object, watch) = (&self.objects[chunk.file], SaveWatch(shared));
         let range = chunk.offset..chunk.offset + chunk.len;
-        let located = |e: Error| e.at(&object.at).range(range.clone());
+        let located = |e: Error| of_writing(e.at(&object.at).range(range.clone()));
         let upload = self.upload(object, shared).map_err(located)?;
         upload.part((chunk.offset / self.part) as u32, chunk.offset, bytes, &watch).map_err(located)?;
-        if object.left.fetch_sub(1, Ordering::AcqRel) == 1 && !self.is_visible(object) {
-            self.finish(object, &Lingering::of(shared))?;
-        }
         Ok(Written { direct: 0, calls: 1 })
     }
 
@@ -271,6 +266,15 @@ impl ObjectsTarget {
         }
     }
 
+    /// All parts are sent: the shards become objects, and then the checkpoint becomes visible.
+    fn conclude_objects(&self, watch: &dyn UploadWatch) -> Result<()> {
+        for object in self.objects.iter().filter(|object| !self.is_visible(object)) {
+            watch.check()?;
+            self.finish(object, watch)?;
+        }
+        self.publish(watch)
+    }
+
     /// Makes the new checkpoint visible.
     fn publish(&self, watch: &dyn UploadWatch) -> Result<()> {
         let (visible, hides) = match &self.index {
@@ -281,12 +285,16 @@ impl ObjectsTarget {
             }
             None => {
                 let object = &self.objects[0];
-                self.finish(object, watch)?;
+                self.finish(object, watch).inspect_err(|e| *lock(&self.visible) = after(e))?;
                 (&object.at, self.before.index.as_ref().filter(|_| object.at.file_name() != HIDES))
             }
         };
+        let hidden_since = self.index.as_ref().and(self.before.appears.as_ref());
         if let Some((at, version)) = hides {
             self.unhide(visible, at, version.as_deref(), watch)?;
+        } else if let Some(at) = hidden_since.filter(|at| matches!(self.uploads.version(at, watch), Ok(Some(_)))) {
+            let text = "another program has written this object meanwhile, which hides the new index";
+            return Err(self.taken_back(visible, Error::new(ErrorKind::Changed, text).at(at)));
         }
         *lock(&self.visible) = Visible::Yes;
         Ok(())
@@ -306,12 +314,23 @@ impl ObjectsTarget {
         if *lock(&self.visible) != Visible::No {
             return Err(e.at(at));
         }
-        let left = match self.uploads.remove(new, watch) {
-            Ok(()) => String::new(),
-            Err(_) => format!("; {} stays, and is of no use", new.as_path().display()),
-        };
         let text = "as long as it is there, readers take it for the checkpoint, so the old checkpoint stays";
-        Err(e.at(at).reworded(|why| format!("cannot remove it: {why}; {text}{left}")))
+        Err(self.taken_back(new, e.at(at).reworded(|why| format!("cannot remove it: {why}; {text}"))))
+    }
+
+    /// Removes the index or file that was to be visible, also for a save that was given up. Returns the error, with what stays.
+    fn taken_back(&self, new: &Location, e: Error) -> Error {
+        let Err(_) = self.uploads.remove(new, &Until(Instant::now() + CLEARING)) else { return e };
+        *lock(&self.visible) = Visible::Unknown;
+        e.reworded(|why| format!("{why}; {} stays", new.as_path().display()))
+    }
+
+    /// True if this is the index of the earlier checkpoint, and another one by now.
+    fn is_another_by_now(&self, at: &Location) -> bool {
+        let Some((_, Some(version))) = self.before.index.as_ref().filter(|(index, _)| index == at) else {
+            return false;
+        };
+        matches!(self.uploads.version(at, &Patient), Ok(Some(now)) if now != *version)
     }
 
     /// Removes the objects of the earlier checkpoint. What may not be removed is told, and stays.
@@ -320,6 +339,10 @@ impl ObjectsTarget {
         let new: Vec<&Location> = self.objects.iter().map(|object| &object.at).chain(index).collect();
         let (mut stay, mut failed) = (Vec::new(), None);
         for at in self.before.earlier.iter().filter(|at| !new.contains(at)) {
+            if self.is_another_by_now(at) {
+                let text = "another program has written the index meanwhile: its checkpoint stays beside this one";
+                return Err(Error::new(ErrorKind::Changed, text).at(at));
+            }
             match self.uploads.remove(at, &Patient) {
                 Ok(()) => {}
                 Err(e) if is_refusal(&e) => stay.push((at, e)),
@@ -361,27 +384,42 @@ impl SaveTarget for ObjectsTarget {
     }
 
     fn conclude(&self, shared: &SaveShared) -> Result<()> {
-        let watch = SaveWatch(shared);
-        watch
-            .check()
-            .map_err(|e| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned()))?;
-        self.publish(&watch)?;
+        let given_up = |e: Error| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned());
+        SaveWatch(shared).check().map_err(given_up)?;
+        self.conclude_objects(&Lingering::of(shared)).map_err(of_writing)?;
         let is_checked =
             |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_checked);
         if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
             let reason = format!("{}: the server says no checksum", object.at.as_path().display());
             shared.add_fallback(Fallback { from: "checksum by the server", to: "none", reason });
         }
-        self.remove_earlier(shared)
+        self.remove_earlier(shared).map_err(of_writing)
     }
 
     fn clear(&self, _shared: &SaveShared, is_complete: bool) -> Vec<String> {
+        let left = self.cleared(is_complete);
+        self.uploads.rest();
+        left
+    }
+
+    fn uses_disk(&self) -> bool {
+        false
+    }
+
+    fn grace(&self) -> Duration {
+        LINGERING + CLEARING + Duration::from_secs(1)
+    }
+}
+
+impl ObjectsTarget {
+    /// Lets go of the objects of a save that failed. Returns those that stay.
+    fn cleared(&self, is_complete: bool) -> Vec<String> {
         let visible = *lock(&self.visible);
         if is_complete || visible == Visible::Yes {
             return Vec::new();
         }
         if visible == Visible::Unknown {
-            let text = "all objects of the new checkpoint, because the server has not said whether it is visible now";
+            let text = "all objects of the new checkpoint, because it may be visible now";
             return vec![text.to_owned()];
         }
         let watch = Until(Instant::now() + CLEARING);
@@ -396,14 +434,6 @@ impl SaveTarget for ObjectsTarget {
             *last += &format!(" ({})", e.message());
         }
         left
-    }
-
-    fn uses_disk(&self) -> bool {
-        false
-    }
-
-    fn grace(&self) -> Duration {
-        LINGERING + CLEARING + Duration::from_secs(1)
     }
 }
 
@@ -429,6 +459,14 @@ fn after(e: &Error) -> Visible {
     match is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission) {
         true => Visible::No,
         false => Visible::Unknown,
+    }
+}
+
+/// The same error as one of writing.
+fn of_writing(e: Error) -> Error {
+    match e.kind() {
+        ErrorKind::Io => e.of_kind(ErrorKind::Write),
+        _ => e,
     }
 }
 
@@ -482,6 +520,9 @@ impl Before {
             if before.earlier.contains(&at) {
                 *slot = Before::of_object(uploads, at)?.single;
             }
+        }
+        if before.single.is_none() && name == HIDES {
+            before.appears = Some(visible(folder, name).0);
         }
         Ok(before)
     }

@@ -205,7 +205,12 @@ fn made(provider: &'static Provider, settings: &StorageSettings) -> Arc<dyn Stor
     let CacheSettings { offline, mirrors, mirror_token, waits, hub, .. } = settings.cache.clone();
     if !mirrors.is_empty() && !offline {
         let mirrors = mirrors.into_iter().map(|address| Web::of_mirror(settings, address, mirror_token.clone()));
-        store = Arc::new(MirroredStore::new(store, mirrors.collect()));
+        store = Arc::new(MirroredStore::new(
+            store,
+            mirrors.collect(),
+            settings.cache.folder.clone(),
+            settings.web.bandwidth,
+        ));
     }
     if let Some(cache) = disk_cache(&settings.cache) {
         store = Arc::new(CachedStore::new(store, cache, offline, waits, hub));

@@ -107,6 +107,9 @@ pub trait Uploads: Send + Sync + Debug {
 
     /// Most requests at the same time.
     fn connections(&self) -> usize;
+
+    /// Nothing more is asked for now: connections that are idle are closed.
+    fn rest(&self);
 }
 
 /// An object whose parts are being sent.

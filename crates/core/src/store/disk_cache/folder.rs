@@ -378,10 +378,16 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         };
     }
     // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
-    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name);
+    let is_own =
+        |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name.strip_suffix(PART).unwrap_or(name));
     let is_other =
         |name: &String| name != "lost+found" && !is_own(name) && name.strip_suffix(PART).unwrap_or(name) != MARKER;
-    match root.names()?.into_iter().find(is_other) {
+    let names = root.names()?;
+    if !is_empty && names.iter().any(|name| name == MARKER) {
+        // It has been made since, and perhaps the folders too.
+        return marked(root);
+    }
+    match names.into_iter().find(is_other) {
         None => Ok(None),
         Some(name) => {
             let why = format!("the folder is no disk cache and not empty: {name:?} is in it");

@@ -4,9 +4,13 @@ use super::directory::Directory;
 use super::entry::{CacheEntry, OpenedEntry};
 use super::folder::{CacheFolder, MARKER, OBJECTS};
 use super::key::is_object_id;
+use super::map::boot_tag;
 use crate::error::Result;
+use std::collections::hash_map::DefaultHasher;
 use std::fs::File;
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -20,6 +24,15 @@ pub fn is_disk_cache(folder: &Path) -> bool {
 pub struct GivenObject {
     entry: Box<CacheEntry>,
     file: Arc<File>,
+    node: u64,
+}
+
+/// The number of the node that a cache is on: of the machine, and of the folder. 0: there is no cache.
+pub(crate) fn node_of(folder: &Path) -> u64 {
+    let Ok(found) = folder.join(MARKER).metadata() else { return 0 };
+    let mut hasher = DefaultHasher::new();
+    (boot_tag(), found.dev(), found.ino(), found.mtime(), found.mtime_nsec()).hash(&mut hasher);
+    hasher.finish().max(1)
 }
 
 impl CacheFolder {
@@ -33,7 +46,7 @@ impl CacheFolder {
         match self.opened(&folder, id, self.is_writable())? {
             OpenedEntry::Entry(entry) => {
                 entry.touch();
-                Ok(Some(GivenObject { file: entry.file()?, entry }))
+                Ok(Some(GivenObject { file: entry.file()?, entry, node: node_of(self.path()) }))
             }
             _ => Ok(None),
         }
@@ -61,8 +74,8 @@ impl GivenObject {
         }
     }
 
-    /// A bit for each block, from the lowest one of the first byte on: the block is there. Then the CRC32C of each block,
-    /// little-endian.
+    /// A bit for each block, from the lowest one of the first byte on: the block is there. Then the CRC32C of each block, and
+    /// the number of this node, little-endian.
     pub fn board(&self) -> Vec<u8> {
         let sums = self.entry.checksums().unwrap_or_default();
         let mut bits = vec![0; self.entry.blocks().div_ceil(8) as usize];
@@ -72,6 +85,7 @@ impl GivenObject {
         let sums =
             (0..self.entry.blocks() as usize).map(|block| sums.get(block).copied().flatten().unwrap_or_default());
         bits.extend(sums.flat_map(u32::to_le_bytes));
+        bits.extend(self.node.to_le_bytes());
         bits
     }
 }

@@ -204,7 +204,7 @@ impl HubPlace {
             self.give_mode(entry)?;
             self.locked(|| self.point_to(Some(&new)))
         });
-        // Also where another process has brought the file meanwhile.
+        // Another process may have brought the file meanwhile: then the name was not needed.
         remove(&new);
         placed
     }

@@ -40,6 +40,7 @@ mod store;
 pub(crate) use crew::stop_cache_work;
 pub(crate) use entry::{BlockState, CacheEntry};
 pub use folder::{CacheFolder, DiskCacheSettings};
+pub(crate) use given::node_of;
 pub use given::{is_disk_cache, GivenObject};
 pub use hub::{HubFile, HubLayout};
 pub(crate) use key::CacheKey;

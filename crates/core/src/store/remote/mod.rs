@@ -83,7 +83,7 @@ const MIRROR_CONNECTIONS: usize = 4;
 /// Bytes of one request to a mirror: it is asked for little at a time.
 const MIRROR_REQUEST: u64 = 2 * MIB;
 /// A mirror that brings nothing for so long is left.
-const MIRROR_STALL: Duration = Duration::from_secs(1);
+const MIRROR_STALL: Duration = Duration::from_secs(3);
 /// Objects whose sizes are remembered.
 const MOST_SIZES: usize = 100_000;
 /// Bytes of one read, and so of one slab. A request asks for many neighbouring ones.

@@ -376,7 +376,8 @@ settings! {
         /// have of an object, in its very version, comes from them.
         ///
         /// `["http://node-a:8080"]` (or with commas): other nodes that run `penstock serve`. What they have of an object, in
-        /// that very version, comes from them; the rest, and what fails, from the object's server
+        /// that very version, comes from them; the rest, and what fails, from the object's server. All nodes may have one list: a
+        /// node leaves itself out
         mirrors: Form::Names, |s, text| {
             let addresses: Vec<_> = text.split(',').map(|one| one.trim().trim_end_matches('/').to_owned()).collect();
             addresses.iter().try_for_each(|one| Address::parse(one).map(drop)).map_err(|e| e.message().to_owned())?;

@@ -16,6 +16,8 @@ use std::sync::Arc;
 const TAKEN: u64 = 1 << 41;
 /// Locks that [`CacheEntry::take`] asks for before it takes a block for claimed whose lock comes and goes.
 const ATTEMPTS: u32 = 1000;
+/// How often [`CacheEntry::take_over`] looks for the number of another one that took a block over in the same moment.
+const YIELDS: u32 = 100;
 
 impl CacheEntry {
     /// The blocks whose slots name a claim, each with the number of the claim. The locks are not looked at.
@@ -135,10 +137,11 @@ impl CacheEntry {
             if try_lock(&map, LockKind::Exclusive, bytes.clone()).map_err(|e| self.failed("lock blocks", &e))? {
                 // Some may have come since the slots were read.
                 let mut is_there = Vec::with_capacity(part.len());
-                self.each_slot(part.clone(), |_, slot| {
+                let read = self.each_slot(part.clone(), |_, slot| {
                     is_there.push(slot.crc().is_some());
                     true
-                })?;
+                });
+                read.inspect_err(|_| unlock(&map, bytes.clone()))?;
                 let mut free = Vec::with_capacity(part.len());
                 for (block, is_there) in part.clone().zip(is_there) {
                     let state = &mut states[(block - run.start) as usize];
@@ -197,8 +200,14 @@ impl CacheEntry {
         let failed = |e: io::Error| self.failed("lock blocks", &e);
         if !try_lock(&map, LockKind::Exclusive, byte.clone()).map_err(failed)? {
             // Another one has, and its number is in the slot a moment later.
-            std::thread::yield_now();
-            return Ok(self.states_beside(&claims, block..block + 1)?[0]);
+            for _ in 0..YIELDS {
+                let now = self.states_beside(&claims, block..block + 1)?[0];
+                if now != BlockState::Claimed(holder) {
+                    return Ok(now);
+                }
+                std::thread::yield_now();
+            }
+            return Ok(BlockState::Claimed(holder));
         }
         // It may have come, or gone to another one, since its slot was read.
         let holder = match self.slot(block).inspect_err(|_| unlock(&map, byte.clone()))? {

@@ -42,6 +42,18 @@ fn folders_and_files_are_this_users_whatever_the_umask() {
 }
 
 #[test]
+fn threads_that_open_a_new_folder_at_once_open_one_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    for round in 0..100 {
+        let settings = settings(&folder.path().join(round.to_string()));
+        std::thread::scope(|scope| {
+            let all: Vec<_> = (0..32).map(|_| scope.spawn(|| CacheFolder::open(&settings).map(drop))).collect();
+            all.into_iter().for_each(|one| one.join().unwrap().unwrap());
+        });
+    }
+}
+
+#[test]
 fn a_shared_cache_is_its_groups() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("cache");

@@ -21,6 +21,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const LIMITS: PartLimits = PartLimits { least: 5 << 20, most: 5 << 30, parts: 10_000, step: 1, in_order: false };
+/// The statuses of a condition that does not hold: another object, one that is being written, none.
+const UNMET: &[u16] = &[404, 409, 412];
+/// Codes of errors that go away.
+const PASSING: [&str; 3] = ["InternalError", "SlowDown", "ServiceUnavailable"];
+/// How often such a request is sent again, and the pause before.
+const TRIES: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(500);
 /// The field of a part's checksum.
 const SUM: &str = "x-amz-checksum-crc32c";
 
@@ -81,6 +88,8 @@ struct S3Ask<'a> {
     method: &'static str,
     query: &'a [(&'static str, String)],
     fields: &'a [(&'static str, String)],
+    /// True if the server may work for long before it answers.
+    is_long: bool,
 }
 
 fn send(
@@ -94,7 +103,7 @@ fn send(
     let at = ask.at.to_string();
     let word = || {
         let (address, fields, generation) = s3.worded(&at, ask.method, &form(ask.query), ask.fields)?;
-        Ok(WriteOrder { method: ask.method, address, fields, generation })
+        Ok(WriteOrder { method: ask.method, address, fields, generation: Some(generation), is_long: ask.is_long })
     };
     courier.send(s3.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
 }
@@ -136,7 +145,7 @@ impl Uploads for S3Uploads {
         watch: &dyn UploadWatch,
     ) -> Result<Box<dyn Upload>> {
         let fields = [("x-amz-checksum-algorithm", "CRC32C".to_owned()), ("content-type", content_type(at))];
-        let ask = S3Ask { at, method: "POST", query: &[("uploads", String::new())], fields: &fields };
+        let ask = S3Ask { at, method: "POST", query: &[("uploads", String::new())], fields: &fields, is_long: false };
         let reply = self.send(&ask, &[], &[], watch)?;
         let found = texts(&reply, "InitiateMultipartUploadResult", at)?;
         let id = found.get("UploadId").filter(|id| !id.is_empty()).cloned();
@@ -149,9 +158,9 @@ impl Uploads for S3Uploads {
         let crc = sum(crc32c::crc32c(bytes));
         let mut fields = condition(when);
         fields.extend([(SUM, crc.clone()), ("content-type", content_type(at))]);
-        let ask = S3Ask { at, method: "PUT", query: &[], fields: &fields };
-        let reply = self.send(&ask, &[bytes], &[412], watch)?;
-        if reply.status != 412 {
+        let ask = S3Ask { at, method: "PUT", query: &[], fields: &fields, is_long: false };
+        let reply = self.send(&ask, &[bytes], UNMET, watch)?;
+        if !UNMET.contains(&reply.status) {
             return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
         }
         // It may be there because of an earlier try whose answer was lost.
@@ -160,17 +169,22 @@ impl Uploads for S3Uploads {
                 return Ok(found);
             }
         }
+        if reply.status == 404 && (*when == Precondition::Always || reply.shown.contains("NoSuchBucket")) {
+            return Err(
+                Error::new(ErrorKind::NotFound, format!("the server has no such bucket ({})", reply.shown)).at(at)
+            );
+        }
         Err(changed(at, &reply))
     }
 
     fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
-        let ask = S3Ask { at, method: "HEAD", query: &[], fields: &[] };
+        let ask = S3Ask { at, method: "HEAD", query: &[], fields: &[], is_long: false };
         let reply = self.send(&ask, &[], &[404], watch)?;
         Ok((reply.status != 404).then(|| reply.field("etag").unwrap_or_default()))
     }
 
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
-        let ask = S3Ask { at, method: "DELETE", query: &[], fields: &[] };
+        let ask = S3Ask { at, method: "DELETE", query: &[], fields: &[], is_long: false };
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
@@ -180,6 +194,10 @@ impl Uploads for S3Uploads {
 
     fn connections(&self) -> usize {
         self.courier.connections()
+    }
+
+    fn rest(&self) {
+        self.courier.rest();
     }
 }
 
@@ -199,7 +217,7 @@ fn is_there(
     watch: &dyn UploadWatch,
 ) -> Result<Option<Uploaded>> {
     let fields = [("x-amz-checksum-mode", "ENABLED".to_owned())];
-    let ask = S3Ask { at, method: "HEAD", query: &[], fields: &fields };
+    let ask = S3Ask { at, method: "HEAD", query: &[], fields: &fields, is_long: false };
     let reply = send(s3, courier, &ask, &[], &[404], watch)?;
     let is_it = reply.status != 404
         && reply.field(SUM).is_some_and(|found| found == crc)
@@ -277,7 +295,7 @@ impl Upload for S3Upload {
         let said = sum(crc);
         let query = [("partNumber", (number + 1).to_string()), self.id()];
         let fields = [(SUM, said.clone())];
-        let ask = S3Ask { at: &self.at, method: "PUT", query: &query, fields: &fields };
+        let ask = S3Ask { at: &self.at, method: "PUT", query: &query, fields: &fields, is_long: false };
         let length: usize = bytes.iter().map(|part| part.len()).sum();
         let ranged = |e: Error| e.range(offset..offset + length as u64);
         let reply = self.send(&ask, bytes, &[], watch).map_err(ranged)?;
@@ -293,22 +311,38 @@ impl Upload for S3Upload {
         let mut fields = condition(&self.condition);
         fields.push(("content-type", "application/xml".to_owned()));
         let query = [self.id()];
-        let ask = S3Ask { at: &self.at, method: "POST", query: &query, fields: &fields };
-        let reply = self.send(&ask, &[text.as_bytes()], &[404, 412], watch)?;
-        if matches!(reply.status, 404 | 412) {
+        let ask = S3Ask { at: &self.at, method: "POST", query: &query, fields: &fields, is_long: true };
+        let mut reply = self.send(&ask, &[text.as_bytes()], UNMET, watch)?;
+        // An answer of 200 can be an error that came up while the server worked, and goes away.
+        for _ in 0..TRIES {
+            let body = String::from_utf8_lossy(&reply.body);
+            if reply.status != 200 || !PASSING.iter().any(|code| body.contains(&format!("<Code>{code}</Code>"))) {
+                break;
+            }
+            watch.check()?;
+            std::thread::sleep(PAUSE);
+            let again = self.send(&ask, &[text.as_bytes()], UNMET, watch)?;
+            reply = again;
+            reply.is_repeated = true;
+        }
+        if UNMET.contains(&reply.status) {
             // The server may have done so at an earlier try whose answer was lost: then it knows the upload no more.
             let found = match reply.is_repeated {
                 true => is_there(&*self.s3, &self.courier, &self.at, self.size, &whole, watch)?,
                 false => None,
             };
             let gone = || match reply.status {
-                412 => changed(&self.at, &reply),
+                409 | 412 => changed(&self.at, &reply),
+                _ if self.condition != Precondition::Always && !reply.shown.contains("NoSuchUpload") => {
+                    changed(&self.at, &reply)
+                }
                 _ => reply.unexpected("the upload is gone").at(&self.at),
             };
             return found.ok_or_else(gone);
         }
         let found = texts(&reply, "CompleteMultipartUploadResult", &self.at)?;
-        if let Some(sum) = found.get("ChecksumCRC32C").filter(|sum| **sum != whole) {
+        // Without a `-` it is that of the whole object.
+        if let Some(sum) = found.get("ChecksumCRC32C").filter(|sum| sum.contains('-') && **sum != whole) {
             let text = format!("the server has other bytes than were sent (CRC32C {sum}, and not {whole})");
             return Err(Error::new(ErrorKind::Io, text).at(&self.at));
         }
@@ -317,7 +351,7 @@ impl Upload for S3Upload {
 
     fn abort(&self, watch: &dyn UploadWatch) -> Result<()> {
         let query = [self.id()];
-        let ask = S3Ask { at: &self.at, method: "DELETE", query: &query, fields: &[] };
+        let ask = S3Ask { at: &self.at, method: "DELETE", query: &query, fields: &[], is_long: false };
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 }

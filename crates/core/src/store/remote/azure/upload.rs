@@ -70,7 +70,7 @@ fn send(
     let at = ask.at.to_string();
     let word = || {
         let (address, fields, generation) = azure.worded(&at, &form(ask.query), &ask.fields)?;
-        Ok(WriteOrder { method: ask.method, address, fields, generation })
+        Ok(WriteOrder { method: ask.method, address, fields, generation: Some(generation), is_long: true })
     };
     courier.send(azure.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
 }
@@ -251,6 +251,10 @@ impl Uploads for AzureUploads {
 
     fn connections(&self) -> usize {
         self.courier.connections()
+    }
+
+    fn rest(&self) {
+        self.courier.rest();
     }
 }
 

@@ -23,6 +23,8 @@ use std::time::Duration;
 const STEP: u64 = 256 << 10;
 /// An object has 5 TiB at most; there is no limit of parts.
 const LIMITS: PartLimits = PartLimits { least: STEP, most: 5 << 40, parts: u64::MAX, step: STEP, in_order: true };
+/// Requests in a row of which the server keeps nothing.
+const MOST_STANDING: u32 = 5;
 /// The status of an upload that goes on, and that of one that was given up.
 const GOES_ON: u16 = 308;
 const GIVEN_UP: u16 = 499;
@@ -37,7 +39,7 @@ pub(super) trait OpensBuckets: Requests {
 }
 
 /// Takes objects for buckets of Google Cloud Storage.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct GcsUploads {
     gcs: Arc<dyn OpensBuckets>,
     courier: Arc<Courier>,
@@ -45,8 +47,7 @@ pub(super) struct GcsUploads {
 
 /// An object that comes in its order.
 struct GcsUpload {
-    gcs: Arc<dyn OpensBuckets>,
-    courier: Arc<Courier>,
+    service: GcsUploads,
     at: Location,
     /// Where its bytes go. It carries what allows that.
     session: Address,
@@ -91,7 +92,8 @@ impl GcsUploads {
             let target = format!("{}/{place}/b/{bucket}/o{in_path}{query}", target.trim_end_matches('/'));
             let token = token.as_deref().map_or_else(String::new, bearer_field);
             let fields = format!("{token}{}", ask.fields);
-            Ok(WriteOrder { method: ask.method, address: Address { server, target }, fields, generation })
+            let (address, generation) = (Address { server, target }, Some(generation));
+            Ok(WriteOrder { method: ask.method, address, fields, generation, is_long: false })
         };
         self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
     }
@@ -191,8 +193,8 @@ impl Uploads for GcsUploads {
         }
         let none = || reply.unexpected("no address of the upload (Location) was given").at(at);
         let session = Address::parse(&reply.field("location").ok_or_else(none)?).map_err(|e| e.at(at))?;
-        let (gcs, courier, at, sent) = (self.gcs.clone(), self.courier.clone(), at.clone(), Mutex::default());
-        Ok(Box::new(GcsUpload { gcs, courier, at, session, size, sent }))
+        let (service, at, sent) = (self.clone(), at.clone(), Mutex::default());
+        Ok(Box::new(GcsUpload { service, at, session, size, sent }))
     }
 
     fn put(&self, at: &Location, bytes: &[u8], when: &Precondition, watch: &dyn UploadWatch) -> Result<Uploaded> {
@@ -230,6 +232,10 @@ impl Uploads for GcsUploads {
     fn connections(&self) -> usize {
         self.courier.connections()
     }
+
+    fn rest(&self) {
+        self.courier.rest();
+    }
 }
 
 impl GcsUpload {
@@ -244,21 +250,24 @@ impl GcsUpload {
     ) -> Result<Reply> {
         let word = || {
             let (address, fields) = (self.session.clone(), fields.to_owned());
-            Ok(WriteOrder { method, address, fields, generation: u64::MAX })
+            Ok(WriteOrder { method, address, fields, generation: None, is_long: true })
         };
         let at = self.at.to_string();
-        self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(&self.at))
+        let GcsUploads { gcs, courier } = &self.service;
+        courier.send(gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(&self.at))
     }
 
     /// Sends these bytes, which begin at `offset`, until the server has all of them.
     fn bring(&self, offset: u64, bytes: &[&[u8]], watch: &dyn UploadWatch) -> Result<()> {
         let end = offset + bytes.iter().map(|part| part.len() as u64).sum::<u64>();
-        let mut there = offset;
+        let (mut there, mut standing) = (offset, 0);
         while there < end {
             let fields = format!("Content-Range: bytes {there}-{}/*\r\n", end - 1);
             let reply = self.send("PUT", &fields, &behind(bytes, there - offset), &[GOES_ON], watch)?;
             let has = if reply.status == GOES_ON { has(&reply) } else { 0 };
-            if has <= there || has > end {
+            // A server may have kept nothing of it, which is allowed.
+            standing = if has > there { 0 } else { standing + 1 };
+            if has < there || has > end || standing > MOST_STANDING {
                 return Err(reply
                     .unexpected(&format!("bytes {there}..{end} were sent, and it has {has}"))
                     .at(&self.at));
@@ -319,8 +328,17 @@ impl Upload for GcsUpload {
         let (crc, size) = (sum(sent.crc), self.size);
         let fields =
             format!("Content-Range: bytes {}-{}/{size}\r\nX-Goog-Hash: crc32c={crc}\r\n", sent.there, size - 1);
-        let reply = self.send("PUT", &fields, &[&sent.rest], &[GOES_ON, 412], watch)?;
+        let reply = self.send("PUT", &fields, &[&sent.rest], &[GOES_ON, 404, 410, 412], watch)?;
+        if matches!(reply.status, 404 | 410 | 412) && reply.is_repeated {
+            // It may be there because of an earlier try whose answer was lost.
+            let is_it =
+                |found: &Value| found["crc32c"].as_str() == Some(&crc) && found["size"] == json!(size.to_string());
+            if let Some(found) = self.service.found(&self.at, watch)?.filter(is_it) {
+                return Ok(Uploaded { version: generation(&found), is_checked: true });
+            }
+        }
         match reply.status {
+            404 | 410 => Err(reply.unexpected("the upload is gone").at(&self.at)),
             412 => Err(changed(&self.at, &reply)),
             GOES_ON => Err(reply.unexpected("all bytes were sent, and the upload goes on").at(&self.at)),
             _ => uploaded(&reply, &crc, &self.at),

@@ -251,7 +251,7 @@ fn wait_for(socket: &mut TcpStream) -> io::Result<&mut TcpStream> {
 
 /// True if a call has only taken long.
 fn is_tick(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
+    matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
 }
 
 /// The error of something that cannot be asked for.

@@ -12,23 +12,37 @@ use crate::store::remote::http::request::Requests;
 use crate::store::remote::transfer::node_budget::{Permit, SharedBudget};
 use crate::store::upload::UploadWatch;
 use crate::sync::{lock, Mutex};
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+/// How long a server may be silent that puts an object together.
+const PUTTING_TOGETHER: Duration = Duration::from_secs(120);
+/// The field with Google's number of a resumable upload: whoever knows it may write.
+const SECRET: &str = "x-guploader-uploadid";
+
 /// The longest pause between two tries.
 const LONGEST_PAUSE: Duration = Duration::from_secs(3);
 
 /// A request, worded for this moment: its signature may become invalid.
-#[derive(Debug)]
 pub(in crate::store::remote) struct WriteOrder {
     pub(in crate::store::remote) method: &'static str,
     pub(in crate::store::remote) address: Address,
     /// Further fields, each ended by CR LF.
     pub(in crate::store::remote) fields: String,
-    /// Requests with other credentials have a higher one.
-    pub(in crate::store::remote) generation: u64,
+    /// Requests with other credentials have a higher one. `None`: it carries no credentials that could be renewed.
+    pub(in crate::store::remote) generation: Option<u64>,
+    /// True if the server may work for long before it answers: it puts an object together.
+    pub(in crate::store::remote) is_long: bool,
+}
+
+impl fmt::Debug for WriteOrder {
+    /// Without its fields, which may hold a signature.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?}", self.method, self.address)
+    }
 }
 
 /// The answer to a request.
@@ -76,7 +90,7 @@ struct SendWait<'w> {
 
 impl LinePace for SendWait<'_> {
     fn left(&self) -> io::Result<Duration> {
-        self.watch.check().map_err(|_| io::Error::other(GivenUp))?;
+        self.watch.check().map_err(|_| io::Error::other(NobodyWaits))?;
         let left = self.stall.saturating_sub(lock(&self.last).elapsed());
         if left.is_zero() {
             return Err(late());
@@ -106,23 +120,25 @@ impl LinePace for SendWait<'_> {
 
 /// Nobody wants the answer any more.
 #[derive(Debug)]
-struct GivenUp;
+struct NobodyWaits;
 
-impl std::fmt::Display for GivenUp {
+impl std::fmt::Display for NobodyWaits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("given up")
     }
 }
 
-impl std::error::Error for GivenUp {}
+impl std::error::Error for NobodyWaits {}
 
 /// The result of one try.
 enum Tried {
     Answered(Reply),
     /// It may go better later, after so long.
     Again(Error, Duration),
-    /// The next try will have other credentials, or goes elsewhere.
-    AtOnce,
+    /// The next try goes elsewhere.
+    Moved,
+    /// The next try will have other credentials.
+    Renewed,
 }
 
 impl Courier {
@@ -142,6 +158,11 @@ impl Courier {
         self.common.settings.connections
     }
 
+    /// Closes the connections that nothing is asked on.
+    pub(in crate::store::remote) fn rest(&self) {
+        lock(&self.idle).clear();
+    }
+
     /// Sends the request that `word` words, until the server answers with one of `expected`, or with 2xx.
     ///
     /// # Errors
@@ -157,16 +178,21 @@ impl Courier {
     ) -> Result<Reply> {
         let settings = &self.common.settings;
         let (began, mut jitter) = (Instant::now(), Jitter::random());
-        let (mut tries, mut renewed, mut pause, mut is_repeated) = (0, 0, settings.pause, false);
+        let (mut tries, mut moves, mut has_renewed) = (0, 0, false);
+        let (mut pause, mut is_repeated) = (settings.pause, false);
         loop {
             watch.check()?;
             let order = word()?;
             let (sent, was_sent_twice) = self.sent(&order, body, watch)?;
             is_repeated |= was_sent_twice;
-            let (e, longer) = match self.judged(requests, at, &order, sent, expected, renewed)? {
+            let (e, longer) = match self.judged(requests, at, &order, sent, expected, (moves, has_renewed))? {
                 Tried::Answered(reply) => return Ok(Reply { is_repeated, ..reply }),
-                Tried::AtOnce => {
-                    renewed += 1;
+                Tried::Moved => {
+                    moves += 1;
+                    continue;
+                }
+                Tried::Renewed => {
+                    has_renewed = true;
                     continue;
                 }
                 Tried::Again(e, longer) => (e, longer),
@@ -195,7 +221,8 @@ impl Courier {
 
     /// The answer to one try, or what went wrong on the connection, and whether it was sent on two of them.
     fn sent(&self, order: &WriteOrder, body: &[&[u8]], watch: &dyn UploadWatch) -> Result<(io::Result<Parts>, bool)> {
-        let pace = SendWait { watch, rate: &self.rate, stall: self.stall(), last: Mutex::new(Instant::now()) };
+        let stall = if order.is_long { self.stall().max(PUTTING_TOGETHER) } else { self.stall() };
+        let pace = SendWait { watch, rate: &self.rate, stall, last: Mutex::new(Instant::now()) };
         let (length, mut was_sent_twice) = (body.iter().map(|part| part.len()).sum(), false);
         loop {
             let (mut line, permit, is_used) = match self.line(&order.address.server, &pace, watch)? {
@@ -223,7 +250,7 @@ impl Courier {
     }
 
     /// A connection to a server, and whether it has been used.
-    #[allow(clippy::type_complete)]
+    #[allow(clippy::type_complexity)]
     fn line(
         &self,
         server: &Server,
@@ -234,6 +261,10 @@ impl Courier {
         if let Some(known) = idle.iter().rposition(|(line, _)| line.server() == server) {
             let (line, permit) = idle.swap_remove(known);
             return Ok(Ok((line, permit, true)));
+        }
+        if self.node.is_some() {
+            // Connections to other servers have the permits that this one needs.
+            idle.clear();
         }
         drop(idle);
         let permit = match &self.node {
@@ -258,11 +289,14 @@ impl Courier {
         order: &WriteOrder,
         sent: io::Result<Parts>,
         expected: &[u16],
-        renewed: u32,
+        (moves, has_renewed): (u32, bool),
     ) -> Result<Tried> {
         let server = &order.address.server;
         let (status, fields, body) = match sent {
-            Ok(parts) => parts,
+            Ok((status, mut fields, body)) => {
+                fields.retain(|(name, _)| !name.eq_ignore_ascii_case(SECRET));
+                (status, fields, body)
+            }
             Err(e) => {
                 if let Some(refused) = refused(&e) {
                     return Err(refused);
@@ -281,20 +315,25 @@ impl Courier {
         let named = |e: Error| self.common.answered(server, e);
         match answer.judge(&Expected { object: None, range: 0..1 }) {
             Verdict::Again(e, longer) => Ok(Tried::Again(named(e), longer.unwrap_or_default())),
-            Verdict::Moved { .. } | Verdict::Refused(_) if renewed >= MOST_REDIRECTS => {
+            Verdict::Moved { .. } if moves >= MOST_REDIRECTS => {
                 Err(named(Error::new(ErrorKind::Io, format!("the server sends elsewhere again and again ({shown})"))))
             }
             Verdict::Moved { region: Some(region), .. } => {
                 requests.learn_region(at, &region);
-                Ok(Tried::AtOnce)
+                Ok(Tried::Moved)
             }
             Verdict::Moved { .. } => {
                 let text =
                     format!("the server redirects a request that writes ({shown}): give the address that it names");
                 Err(named(Error::new(ErrorKind::Io, text)))
             }
-            Verdict::Refused(refusal) if requests.renew(at, order.generation, &refusal) => Ok(Tried::AtOnce),
-            Verdict::Refused(refusal) => Err(named(requests.explained(refusal))),
+            Verdict::Refused(refusal) => {
+                let renews = |generation| !has_renewed && requests.renew(at, generation, &refusal);
+                match order.generation.is_some_and(renews) {
+                    true => Ok(Tried::Renewed),
+                    false => Err(named(requests.explained(refusal))),
+                }
+            }
             Verdict::OtherEtag(e) | Verdict::Failed(e) => Err(named(e)),
             Verdict::Body { .. } | Verdict::Whole { .. } | Verdict::Less(_) | Verdict::Rest => {
                 let text = format!("the server answers a request that writes with {shown}");
