@@ -182,6 +182,21 @@ fn a_cache_that_others_may_write_gives_no_file_away_and_takes_no_folder_of_other
 }
 
 #[test]
+fn a_file_that_huggingface_hub_brings_meanwhile_leaves_no_other_name() {
+    let (_folder, _cache, entry, hub) = whole();
+    let digest = sha256(&entry);
+    let at = pointer(&hub, COMMIT);
+    let theirs = || {
+        fs::create_dir_all(at.parent().unwrap()).unwrap();
+        fs::write(&at, "theirs").unwrap();
+        Ok(())
+    };
+    place(&hub, &digest).lay(&entry, true, &theirs).unwrap();
+    assert_eq!(fs::read(&at).unwrap(), b"theirs");
+    assert_eq!(named(&hub), ["refs/main".to_owned(), format!("snapshots/{COMMIT}/unet/model.safetensors")]);
+}
+
+#[test]
 fn work_that_is_told_to_stop_leaves_no_name() {
     let (_folder, _cache, entry, hub) = whole();
     let stop = || Err(Error::new(ErrorKind::Cancelled, "it was told to stop"));
