@@ -113,10 +113,12 @@ impl CacheFolder {
             if lacking == 0 {
                 break;
             }
-            let before = self.room()?.free;
+            let CacheRoom { free: before, keep, .. } = self.room()?;
+            // The limit of the cache's size counts entries: what the file system has free, others change too.
+            let is_tight = bytes.saturating_add(keep) > before;
             if self.evict(&one.id)? {
                 // A file that a program has mapped keeps its bytes until that program ends. To evict more would not help.
-                if !self.is_freed(before.saturating_add(one.disk / 2))? {
+                if is_tight && !self.is_freed(before.saturating_add(one.disk / 2))? {
                     return Ok(self.lacking(bytes)? == 0);
                 }
                 lacking = lacking.saturating_sub(one.disk);
