@@ -142,6 +142,8 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # A second signal would leave some of them
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # With a namespace go its ends of links, and with these the others
         for space in self._spaces:
             subprocess.run(["ip", "netns", "delete", space], check=False, capture_output=True)
@@ -422,7 +424,7 @@ class Bench:
             "bound": bound,
             "holds": holds,
         }
-        self.found.append(about | more)
+        self.found.append(about | {"rounds": self.rounds} | more)
         numbers = ", ".join(f"{key} {number:.3g}" for key, number in more.items() if isinstance(number, (int, float)))
         judged = f"<= {bound}: {'holds' if holds else 'FAILS'}"
         print(f"{name}, {self.gigabits:g} Gbit/s: {claim}: {value:.3f} ({judged}); {numbers}", flush=True)
@@ -570,7 +572,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, action="append", help="Gbit/s of a link; may be repeated")
     parser.add_argument("--only", choices=["fleet", *MEASUREMENTS], action="append", help="may be repeated")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--json", type=Path, help="add the results to this file")
     arguments = parser.parse_args()
     # Or the namespaces would stay
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -589,7 +591,12 @@ def main() -> int:
         return 1
     if arguments.json:
         found = {"machine": about, "load_average_at_end": list(os.getloadavg()), "bytes": bench.size}
-        found |= {"nodes": arguments.nodes, "rounds": arguments.rounds, "found": bench.found}
+        found |= {"nodes": arguments.nodes, "found": bench.found}
+        if arguments.json.exists():
+            # What was measured of other parts stays
+            measured = {(one["name"], one["gigabits"]) for one in bench.found}
+            earlier = json.loads(arguments.json.read_text())["found"]
+            found["found"] = [one for one in earlier if (one["name"], one["gigabits"]) not in measured] + bench.found
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 

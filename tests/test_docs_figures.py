@@ -159,6 +159,19 @@ def check_links(table: Table) -> None:
         assert fits(found, value) and float(bound) == most, f"{table.place}: {first}"
 
 
+def check_nodes(table: Table) -> None:
+    found = kept("two-core-vm-nodes")["found"]
+    times = [one for one in found if one["claim"].startswith("time")]
+    assert len(times) == len(table.rows)
+    for (first, rate, time, bucket, processor), one in zip(table.rows, times, strict=True):
+        sent = [other for other in found if (other["name"], other["gigabits"]) == (one["name"], one["gigabits"])][1:]
+        assert float(rate) == one["gigabits"] and fits(time, one["value"]), f"{table.place}: {first}"
+        assert [bool(bucket)] * len(sent) == [True] * bool(bucket), f"{table.place}: {first}"
+        assert all(fits(bucket, other["value"]) for other in sent), f"{table.place}: {first}"
+        told = processor.split(" + ") if processor else []
+        assert all(fits(text, one[part]) for text, part in zip(told, ("loads_s", "servers_s"), strict=bool(told)))
+
+
 def check_ranks(table: Table) -> None:
     result = kept("two-core-vm-ranks")
     rows = {(row["rate"], row["wants"], row["way"]): row for row in result["rows"]}
@@ -265,6 +278,7 @@ CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
     ("A published table, run again: fastsafetensors on ROCm", "published as"): check_rocm,
     ("Loads from a web server on the same machine", "s"): check_web,
     ("Loads from a web server on the same machine", "found"): check_links,
+    ("Nodes that give each other what they fetched", "Gbit/s"): check_nodes,
     ("Ranks that load together", "disk"): check_ranks,
     ("Ranks that load together", "into"): check_slabs,
     ("Ranks that load from several drives", "every rank wants"): check_drives,

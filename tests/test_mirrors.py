@@ -42,6 +42,13 @@ def bucket(model: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
+def slow_bucket(model: Path) -> Iterator[Served]:
+    """It does not bring the model before the mirrors have said what they have."""
+    with serving(model.parent, rate_per_connection="2e6", most_connections="16") as served:
+        yield served
+
+
+@pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as stack:
         yield stack
@@ -83,10 +90,10 @@ def status(address: str) -> int:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["with a cache", "without"])
-def test_a_node_gives_another_one_the_whole_model(bucket, model, tmp_path, keeps):
-    finished(loaded(bucket, model, tmp_path / "a", []))
-    with node(tmp_path / "a") as (address, _), Asked(bucket) as asked:
-        report = loaded(bucket, model, tmp_path / "b" if keeps else None, [address], disk_cache_dropped="forget")
+def test_a_node_gives_another_one_the_whole_model(slow_bucket, model, tmp_path, keeps):
+    finished(loaded(slow_bucket, model, tmp_path / "a", []))
+    with node(tmp_path / "a") as (address, _), Asked(slow_bucket) as asked:
+        report = loaded(slow_bucket, model, tmp_path / "b" if keeps else None, [address], disk_cache_dropped="forget")
     size = model.stat().st_size
     # The node begins with the server, until the first look at the board.
     assert asked.bytes <= size * 0.6 + HEADS
@@ -138,14 +145,16 @@ def test_a_mirror_that_fails_is_left(bucket, model, tmp_path, stack, how):
     assert data.read_bytes() == model.read_bytes()
 
 
-def test_a_token_opens_a_mirror_and_goes_nowhere_in_the_clear(bucket, model, tmp_path):
-    finished(loaded(bucket, model, tmp_path / "a", []))
+def test_a_token_opens_a_mirror_and_goes_nowhere_in_the_clear(slow_bucket, model, tmp_path):
+    finished(loaded(slow_bucket, model, tmp_path / "a", []))
     (tmp_path / "token").write_text("s3cr3t-t0k3n")
     with node(tmp_path / "a", "--token-file", str(tmp_path / "token")) as (address, _):
-        report = loaded(bucket, model, None, [address], mirror_token="s3cr3t-t0k3n")
+        report = loaded(slow_bucket, model, None, [address], mirror_token="s3cr3t-t0k3n")
         assert report.routes["mirror"]["bytes"] > 0
     with pytest.raises(penstock.InvalidError, match="readable on the way"):
-        penstock.open(bucket.urls([model])[0], storage={"mirrors": ["http://192.0.2.1:1"], "mirror_token": "s3cr3t"})
+        penstock.open(
+            slow_bucket.urls([model])[0], storage={"mirrors": ["http://192.0.2.1:1"], "mirror_token": "s3cr3t"}
+        )
 
 
 def test_a_cache_lists_nothing_and_gives_objects_by_their_names_alone(bucket, model, tmp_path):
@@ -197,9 +206,9 @@ def test_nodes_that_start_together_read_the_bucket_about_once(tmp_path, stack, n
         assert not fallbacks
 
 
-def test_mirrors_over_https_give_to_those_who_have_the_token_and_trust_the_certificate(bucket, model, tmp_path):
+def test_mirrors_over_https_give_to_those_who_have_the_token_and_trust_the_certificate(slow_bucket, model, tmp_path):
     authority, certificate, key = certificates.made(tmp_path)
-    finished(loaded(bucket, model, tmp_path / "a", []))
+    finished(loaded(slow_bucket, model, tmp_path / "a", []))
     (tmp_path / "token").write_text("s3cr3t-t0k3n")
     options = ["--token-file", tmp_path / "token", "--tls-cert", certificate, "--tls-key", key]
     with node(tmp_path / "a", *map(str, options)) as (address, _):
@@ -207,12 +216,12 @@ def test_mirrors_over_https_give_to_those_who_have_the_token_and_trust_the_certi
         address = address.replace("127.0.0.1", "localhost")
         assert address.startswith("https://localhost:")
         known = {"mirror_token": "s3cr3t-t0k3n", "ca": str(authority)}
-        report = loaded(bucket, model, tmp_path / "b", [address], **known)
+        report = loaded(slow_bucket, model, tmp_path / "b", [address], **known)
         assert report.routes["mirror"]["bytes"] >= model.stat().st_size * 0.4
         assert not report.fallbacks
         for wrong, why in (({"mirror_token": "another-t0k3n"}, "401"), ({"ca": None}, "certificate")):
             given = {name: text for name, text in (known | wrong).items() if text is not None}
-            report = loaded(bucket, model, None, [address], **given)
+            report = loaded(slow_bucket, model, None, [address], **given)
             assert report.routes.get("mirror", {"bytes": 0})["bytes"] == 0
             [fallback] = report.fallbacks
             assert fallback["from"] == "mirror" and why in fallback["reason"] and address in fallback["reason"]
@@ -238,15 +247,15 @@ def test_dead_mirrors_cost_a_load_little_time_and_are_named(bucket, model, tmp_p
     assert [refused[0] in fallback["reason"] for fallback in report.fallbacks] == [True]
 
 
-def test_a_server_that_starts_before_the_cache_is_there_serves_it_later_and_no_files(bucket, model, tmp_path):
+def test_a_server_that_starts_before_the_cache_is_there_serves_it_later_and_no_files(slow_bucket, model, tmp_path):
     (tmp_path / "a").mkdir(mode=0o700)
     with node(tmp_path / "a") as (address, _):
         assert status(f"{address}/objects/") == 404
-        finished(loaded(bucket, model, tmp_path / "a", []))
+        finished(loaded(slow_bucket, model, tmp_path / "a", []))
         [data] = files(tmp_path / "a", ".data")
         assert status(f"{address}/objects/{data.parent.name}/{data.name}") == 404
         assert status(f"{address}/cache/{data.stem}") == 200
-        report = loaded(bucket, model, tmp_path / "b", [address])
+        report = loaded(slow_bucket, model, tmp_path / "b", [address])
     assert report.routes["mirror"]["bytes"] >= model.stat().st_size * 0.4
 
 

@@ -30,6 +30,8 @@ const PART_OF_SHARE: u64 = 4;
 const LEAST: u64 = 2 * BLOCK;
 /// From one look at a board to the next. A mirror that has more than it is asked for is looked at four times less often.
 const LOOK: Duration = Duration::from_millis(50);
+/// The pause after looks that failed, at most. A node that starts is seen by then, and gets its stretches.
+const LATEST_LOOK: Duration = Duration::from_millis(500);
 /// Looks of a load in a second, at most.
 const MOST_LOOKS: u32 = 160;
 /// Files whose boards are looked at.
@@ -283,8 +285,11 @@ impl MirrorChoice {
                     continue;
                 }
                 board.is_looking = true;
-                // After a failure, ever later: it may not have this object, or not be there.
-                let pause = if plenty[number] { 4 * pause } else { pause } * (1 << board.failed.min(6));
+                // After a failure, ever later: it may not have this object yet, or not be there.
+                let pause = match board.failed {
+                    0 if plenty[number] => 4 * pause,
+                    failed => (pause * (1 << failed.min(6))).min(LATEST_LOOK.max(pause)),
+                };
                 board.next_look = now + pause;
                 looks.push((number, file));
             }

@@ -393,12 +393,13 @@ fn a_bucket_that_is_slower_or_faster_than_the_nodes_changes_nothing() {
     }
 }
 
+/// The others see them soon, and leave them their stretches.
 #[test]
 fn nodes_that_start_later_share_what_is_left() {
     let mut case = Case::new(1, 8, GIGABIT);
     case.nodes.iter_mut().skip(4).for_each(|node| node.starts = 5.0);
     let (bytes, time) = ratios(case);
-    assert!(bytes <= 1.3 && time <= 1.6, "{bytes} checkpoints, {time} x one alone");
+    assert!(bytes <= 1.2 && time <= 1.3, "{bytes} checkpoints, {time} x one alone");
 }
 
 #[test]
