@@ -180,7 +180,7 @@ def test_processes_on_a_slow_link_receive_the_checkpoint_once(model, folder, cou
     size = model.stat().st_size
     with (
         serving(model.parent, rate_per_connection=f"{CRAWL:g}") as server,
-        Loads(server, [model], folder, count, ranks, CRAWLING) as loads,
+        Loads(server, [model], folder, count, ranks, connections=CRAWLING) as loads,
         Asked(server) as asked,
     ):
         loads.go()
