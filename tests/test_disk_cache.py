@@ -727,6 +727,7 @@ print(json.dumps([cache.cached_bytes, cache.network_bytes, cache.reason]))
 """
 
 
+@pytest.mark.machine
 def test_two_hundred_shards_are_loaded_with_few_descriptors(folder, tmp_path):
     """256, and the cache has two files of each shard. Once into it, once half from it, and twice from it."""
     models = [ordeal.write(tmp_path / "m" / f"{number:03}.safetensors", 1, 200_000, number) for number in range(200)]

@@ -438,8 +438,8 @@ INTERRUPTED = """
 import sys, penstock
 checkpoint = penstock.open(sys.argv[1], storage={"disk_cache": sys.argv[2], "disk_cache_free": 0})
 checkpoint.load(framework="pt")
-print("loaded", flush=True)
 try:
+    print("loaded", flush=True)
     while True:
         checkpoint.last_report.disk_cache.wait()
 except KeyboardInterrupt:
