@@ -40,11 +40,11 @@ pub(super) struct ObjectsTarget {
     in_order: bool,
     index: Option<(Location, String)>,
     before: Before,
-    /// Whether the new checkpoint is visible.
+    /// The new checkpoint, as readers see it now.
     visible: Mutex<Visible>,
 }
 
-/// Whether readers take what was sent for the checkpoint.
+/// The state of a new checkpoint for readers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Visible {
     No,
@@ -78,7 +78,7 @@ struct Before {
     single: Option<(Location, Option<String>)>,
     /// The index and its version.
     index: Option<(Location, Option<String>)>,
-    /// The single file that would hide the index, where there is none.
+    /// The name of a single file that would hide the index; `None`: that file was there at the start.
     appears: Option<Location>,
     /// True if the server does not say which objects there are.
     is_unlisted: bool,
@@ -453,7 +453,7 @@ fn part_of(plan: &SavePlan, uploads: &dyn Uploads, extent: u64) -> Result<u64> {
     })
 }
 
-/// Whether the checkpoint is visible after a request for that has failed so.
+/// The state of the checkpoint after the request that makes it visible has failed with this error.
 fn after(e: &Error) -> Visible {
     let is_refused = e.status().is_some_and(|status| (400..500).contains(&status) && status != 408);
     match is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission) {

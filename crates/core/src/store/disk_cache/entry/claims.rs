@@ -276,7 +276,7 @@ impl CacheEntry {
 }
 
 impl Claims {
-    /// Adds a block of which this open map has a lock.
+    /// Adds a block. This open map has the lock of it.
     fn add(&mut self, block: u32, map: &Arc<File>) {
         self.all.insert(block);
         self.map.get_or_insert_with(|| LockedFile::new(map.clone()));

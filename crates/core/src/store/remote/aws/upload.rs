@@ -225,7 +225,7 @@ fn is_there(
     Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true }))
 }
 
-/// Whether the server says that it has compared the checksum.
+/// True if the server says that it has compared the checksum.
 ///
 /// # Errors
 /// `Io`: it has another one.

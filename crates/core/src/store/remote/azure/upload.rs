@@ -173,7 +173,7 @@ impl Crc64 {
     }
 }
 
-/// Whether the server says that it has compared the checksum.
+/// True if the server says that it has compared the checksum.
 ///
 /// # Errors
 /// `Io`: it has another one.

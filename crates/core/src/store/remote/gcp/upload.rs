@@ -23,7 +23,7 @@ use std::time::Duration;
 const STEP: u64 = 256 << 10;
 /// An object has 5 TiB at most; there is no limit of parts.
 const LIMITS: PartLimits = PartLimits { least: STEP, most: 5 << 40, parts: u64::MAX, step: STEP, in_order: true };
-/// Requests in a row of which the server keeps nothing.
+/// The server may keep nothing of so many requests in a row.
 const MOST_STANDING: u32 = 5;
 /// The status of an upload that goes on, and that of one that was given up.
 const GOES_ON: u16 = 308;
