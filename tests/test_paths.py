@@ -201,12 +201,15 @@ def test_a_folder_with_a_colon_is_a_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("url", "advice"),
-    [("file:///m", "without file://"), ("hf://org/name", "only where a checkpoint is opened, as one string")],
+    ("url", "save", "open"),
+    [
+        ("file:///m", "without file://", "without file://"),
+        ("hf://org/name", "`hf upload REPOSITORY FOLDER`", "only where a checkpoint is opened, as one string"),
+    ],
 )
-def test_what_to_do_instead_is_said(tmp_path, monkeypatch, url, advice):
+def test_what_to_do_instead_is_said(tmp_path, monkeypatch, url, save, open):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(penstock.InvalidError, match=advice):
+    with pytest.raises(penstock.InvalidError, match=save):
         penstock.save(TENSORS, url)
-    with pytest.raises(penstock.InvalidError, match=advice):
+    with pytest.raises(penstock.InvalidError, match=open):
         penstock.open([url, "other"])

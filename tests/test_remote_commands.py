@@ -394,7 +394,7 @@ def test_nothing_is_uploaded(capsys, monkeypatch, tmp_path, web, address):  # no
     monkeypatch.chdir(tmp_path)
     assert command_line.main(["convert", web(INDEX), f"{address}?{SECRET}"]) == command_line.USAGE
     said = capsys.readouterr().err
-    assert "upload is not supported" in said
-    with pytest.raises(penstock.InvalidError, match="upload is not supported"):
+    assert "cannot be written to" in said
+    with pytest.raises(penstock.InvalidError, match="cannot be written to"):
         convert([web(INDEX)], address)
     assert web.close() == [] and list(tmp_path.iterdir()) == []

@@ -205,18 +205,22 @@ def test_the_command_line_inspects_and_loads(web, cli):
         json.loads(done.stdout)
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "save": (lambda url: penstock.save({"a": np.arange(3)}, url), "upload is not supported"),
-    "save_file": (lambda url: penstock.save_file({"a": np.arange(3)}, url), "upload is not supported"),
-    "Path": (lambda url: penstock.open(Path(url)), "is not supported here; web addresses"),
+REFUSED: dict[str, tuple[Any, type[penstock.PenstockError], str]] = {
+    "save": (lambda url: penstock.save({"a": np.arange(3)}, url), penstock.UnsupportedError, "cannot be written to"),
+    "save_file": (
+        lambda url: penstock.save_file({"a": np.arange(3)}, url),
+        penstock.UnsupportedError,
+        "cannot be written to",
+    ),
+    "Path": (lambda url: penstock.open(Path(url)), penstock.InvalidError, "is not supported here; web addresses"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_works_on_files_only_refuses_addresses(tmp_path, monkeypatch, web, what):
     monkeypatch.chdir(tmp_path)
-    call, says = REFUSED[what]
-    with pytest.raises(penstock.InvalidError, match=says) as caught:
+    call, error, says = REFUSED[what]
+    with pytest.raises(error, match=says) as caught:
         call(f"{files(web)[0]}?{SECRET}")
     assert SECRET not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
