@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     arguments = parser.parse_args()
     servers = [NGINX, OURS] if arguments.tls else [NGINX, OURS, COPIES]
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     about = machine([arguments.folder], None)
     file = arguments.folder / "served.bin"
     found: list[dict[str, Any]] = []
