@@ -563,6 +563,17 @@ MEASUREMENTS = {
 }  # fmt: skip
 
 
+def write(into: Path, about: dict[str, Any], bench: Bench, measured: list[dict[str, Any]]) -> None:
+    """Adds results to the file. Other parts of it stay."""
+    found = {"machine": about, "load_average_at_end": list(os.getloadavg()), "bytes": bench.size}
+    found |= {"nodes": bench.nodes, "found": measured}
+    if into.exists():
+        names = {(one["name"], one["gigabits"]) for one in measured}
+        earlier = json.loads(into.read_text())["found"]
+        found["found"] = [one for one in earlier if (one["name"], one["gigabits"]) not in names] + measured
+    into.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the checkpoint and the caches: 10 GB, best in memory")
@@ -579,9 +590,11 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     about = machine([arguments.folder], None)
     rates = arguments.rate or RATES
+    measured: list[dict[str, Any]] = []
     try:
         with tempfile.TemporaryDirectory() as made, Network(arguments.nodes) as network:
             bench = Bench(arguments, network, Path(made))
+            measured = bench.found
             bench.limit(rates[0])
             with bench:
                 for name in arguments.only or ["fleet", *MEASUREMENTS]:
@@ -589,15 +602,10 @@ def main() -> int:
     except (NotHere, NotServed) as error:
         print(f"not here: {error}", file=sys.stderr, flush=True)
         return 1
-    if arguments.json:
-        found = {"machine": about, "load_average_at_end": list(os.getloadavg()), "bytes": bench.size}
-        found |= {"nodes": arguments.nodes, "found": bench.found}
-        if arguments.json.exists():
-            # What was measured of other parts stays
-            measured = {(one["name"], one["gigabits"]) for one in bench.found}
-            earlier = json.loads(arguments.json.read_text())["found"]
-            found["found"] = [one for one in earlier if (one["name"], one["gigabits"]) not in measured] + bench.found
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    finally:
+        # An interrupt leaves what was measured before
+        if arguments.json and measured:
+            write(arguments.json, about, bench, measured)
     return 0
 
 

@@ -159,6 +159,32 @@ def check_links(table: Table) -> None:
         assert fits(found, value) and float(bound) == most, f"{table.place}: {first}"
 
 
+def check_disk_cache(table: Table) -> None:
+    result = kept("two-core-vm-disk-cache")
+    found = {one["name"]: one for one in reversed(result["found"])}
+    for (first, ours, theirs, value, bound), name in zip(
+        table.rows, ("cost", "second, cold", "second, warm"), strict=True
+    ):
+        one = found[name]
+        assert fits(f"{ours} s", one["seconds"]) and fits(value, one["value"]), f"{table.place}: {first}"
+        assert fits(f"{theirs} s", one.get("plain_seconds", one.get("files_seconds"))), f"{table.place}: {first}"
+        assert float(bound) == one["bound"] and one["value"] <= one["bound"], f"{table.place}: {first}"
+
+
+def check_serve(table: Table) -> None:
+    found = kept("two-core-vm-serve")["found"]
+    of = {server: [one for one in found if one["server"] == server] for server, *_ in table.rows}
+    for server, *cells in table.rows:
+        ratios = [theirs["seconds"] / ours["seconds"] for theirs, ours in zip(of["nginx"], of[server], strict=True)]
+        values = [statistics.median(one["bytes"] / one["seconds"] / 1e9 for one in of[server])]
+        values += [statistics.median(ratios)]
+        values += [
+            statistics.median(one[key] / one["bytes"] * 1e9 for one in of[server]) for key in ("server_cpu_s", "cpu_s")
+        ]
+        for text, value in zip(cells, values, strict=True):
+            assert fits(text, value), f"{table.place}: {server}"
+
+
 def check_nodes(table: Table) -> None:
     found = kept("two-core-vm-nodes")["found"]
     times = [one for one in found if one["claim"].startswith("time")]
@@ -278,6 +304,8 @@ CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
     ("A published table, run again: fastsafetensors on ROCm", "published as"): check_rocm,
     ("Loads from a web server on the same machine", "s"): check_web,
     ("Loads from a web server on the same machine", "found"): check_links,
+    ("The disk cache", "with the cache, s"): check_disk_cache,
+    ("A server beside nginx", "GB/s"): check_serve,
     ("Nodes that give each other what they fetched", "Gbit/s"): check_nodes,
     ("Ranks that load together", "disk"): check_ranks,
     ("Ranks that load together", "into"): check_slabs,
