@@ -4,20 +4,20 @@
 //! A block that a load waits for is read before others are written. What was written is synced, 64 MiB at a time and at the
 //! end. Blocks that were dropped are asked of the server again when no load runs, if the settings say so.
 
-use super::hub::HubPlace;
+use super::cached_file::CachedFile;
 use super::progress::{CacheProgress, Pending};
-use super::publish::{PublishJob, Publisher};
-use super::{BlockState, CacheEntry, CacheFolder, BLOCK};
-use crate::error::{Error, ErrorKind, Result};
+use super::publish::Publisher;
+use super::{BlockState, BLOCK};
+use crate::error::Result;
 use crate::machine::{block_signals, thread_cpu};
 use crate::memory::Anonymous;
-use crate::store::object::{Object, Store};
+use crate::store::object::Store;
 use crate::sync::{lock, Builder, Condvar, Mutex};
 use crate::threads::guarded;
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,8 +25,6 @@ use std::time::{Duration, Instant};
 const MOST_THREADS: usize = 4;
 /// Bytes that are written before they are synced.
 const SYNCED: u64 = 64 << 20;
-/// Bytes for which room is made at once.
-const ROOM: u64 = 256 << 20;
 /// Threads that ask for dropped blocks at once: while one writes, the others receive.
 const MOST_ASKING: usize = 3;
 /// Bytes that one of them asks for at once.
@@ -125,133 +123,6 @@ impl BufferPool {
     /// Blocks in memory.
     pub(super) fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
-    }
-}
-
-/// An object of a load, with its entry in the cache.
-#[derive(Debug)]
-pub(super) struct CachedFile {
-    pub(super) folder: Arc<CacheFolder>,
-    pub(super) entry: Arc<CacheEntry>,
-    pub(super) object: Object,
-    /// Its place in the Hub's cache, if it has one.
-    hub: Option<Arc<HubPlace>>,
-    /// It is on its way there.
-    offered: AtomicBool,
-    /// Bytes for which room was made and which were not written yet.
-    room: AtomicU64,
-    /// There is no more room for it.
-    full: AtomicBool,
-    /// Written and not synced.
-    unsynced: AtomicU64,
-    /// Writes in the queue.
-    writes: AtomicUsize,
-    /// Sources of the load that run.
-    sources: AtomicUsize,
-}
-
-impl CachedFile {
-    pub(super) fn new(
-        folder: Arc<CacheFolder>,
-        entry: Arc<CacheEntry>,
-        object: Object,
-        hub: Option<HubPlace>,
-    ) -> CachedFile {
-        CachedFile {
-            folder,
-            entry,
-            object,
-            hub: hub.map(Arc::new),
-            offered: AtomicBool::new(false),
-            room: AtomicU64::new(0),
-            full: AtomicBool::new(false),
-            unsynced: AtomicU64::new(0),
-            writes: AtomicUsize::new(0),
-            sources: AtomicUsize::new(0),
-        }
-    }
-
-    /// Has it brought to its place in the Hub's cache, if it has one, and is whole.
-    pub(super) fn offer(&self, progress: &Arc<CacheProgress>) {
-        let Some(place) = self.hub.as_ref().filter(|_| !self.offered.load(Ordering::Relaxed)) else { return };
-        if !self.entry.is_complete().unwrap_or_default() || self.offered.swap(true, Ordering::Relaxed) {
-            return;
-        }
-        Publisher::process().add(PublishJob {
-            place: place.clone(),
-            folder: self.folder.clone(),
-            key: self.entry.key(),
-            version: self.entry.header().version.clone(),
-            size: self.entry.size(),
-            progress: progress.clone(),
-            _pending: progress.pending(),
-        });
-    }
-
-    /// A source of the load begins.
-    pub(super) fn load_begins(&self) {
-        self.sources.fetch_add(1, Ordering::SeqCst);
-    }
-
-    /// True if blocks of it can still be written.
-    pub(super) fn is_writable(&self) -> bool {
-        self.folder.is_writable() && !self.full.load(Ordering::Relaxed)
-    }
-
-    /// Bytes of a block.
-    pub(super) fn block_len(&self, block: u32) -> usize {
-        let range = self.entry.range(block);
-        (range.end - range.start) as usize
-    }
-
-    /// Makes room for one block more.
-    fn make_room(&self) -> Result<()> {
-        let taken = self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |room| room.checked_sub(BLOCK));
-        if taken.is_ok() {
-            return Ok(());
-        }
-        let all = self.entry.size().div_ceil(BLOCK) * BLOCK;
-        for bytes in [ROOM.min(all), BLOCK] {
-            if self.folder.make_room(bytes)? {
-                self.room.fetch_add(bytes - BLOCK, Ordering::Relaxed);
-                return Ok(());
-            }
-        }
-        self.full.store(true, Ordering::Relaxed);
-        Err(Error::new(
-            ErrorKind::Limit,
-            "the disk cache has no room left: disk_cache_size or disk_cache_free is reached",
-        ))
-    }
-
-    /// Reads a block, and compares it with its checksum if the settings say so. One that is bad is missing from now on.
-    fn read(&self, block: u32, into: &mut [u8]) -> Result<()> {
-        // A hole in the data file reads as zeros.
-        let is_there = || Ok::<_, Error>(self.entry.state(block)? == BlockState::There);
-        let gone = || Error::new(ErrorKind::NotFound, "a block of the disk cache is there no longer");
-        if !is_there()? {
-            return Err(gone());
-        }
-        self.entry.read(self.entry.range(block), into)?;
-        if !is_there()? {
-            return Err(gone());
-        }
-        if self.folder.settings.verify && !self.entry.verify_bytes(block, into)? {
-            self.entry.forget(block)?;
-            return Err(Error::new(ErrorKind::Io, "a block of the disk cache does not have its checksum"));
-        }
-        Ok(())
-    }
-
-    /// Writes a block, which ends its claim.
-    fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
-        let written = self.make_room().and_then(|()| self.entry.write(block, bytes));
-        if written.is_err() {
-            // A disk that is full, or fails, is not tried again for this object.
-            self.full.store(true, Ordering::Relaxed);
-            self.entry.release(block);
-        }
-        written
     }
 }
 

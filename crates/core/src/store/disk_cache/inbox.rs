@@ -1,6 +1,6 @@
 //! The objects of a load, and the news that other threads have for its source.
 
-use super::crew::CachedFile;
+use super::cached_file::CachedFile;
 use super::flow::{CacheBlock, Claimed};
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;

@@ -16,6 +16,7 @@
 
 mod access;
 mod beats;
+mod cached_file;
 mod crew;
 mod directory;
 mod entry;

@@ -4,7 +4,8 @@
 //! The decisions are in [`flow`](super::flow). A read that lies in two blocks (a parcel of ranks) is two reads there, whose bytes
 //! are put together in memory of its own. Longer reads, and objects that are not cached, go to the server's source as they are.
 
-use super::crew::{BlockBuffer, BlockBytes, BufferPool, CacheCrew, CachedFile, CrewLoad, InWriter, Told};
+use super::cached_file::CachedFile;
+use super::crew::{BlockBuffer, BlockBytes, BufferPool, CacheCrew, CrewLoad, InWriter, Told};
 use super::flow::{CacheBlock, CacheFlow, Carrier, Claimed};
 use super::inbox::{CacheInbox, CacheNews, CachedFiles};
 use super::look::Looker;

@@ -4,7 +4,8 @@
 //! An object that the cache has whole is, for a load, a file of this machine: mapped, or read in any way that its disk
 //! allows. One that it has in part has two lanes.
 
-use super::crew::{BlockBytes, CacheCrew, CachedFile};
+use super::cached_file::CachedFile;
+use super::crew::{BlockBytes, CacheCrew};
 use super::hub::{HubLayout, HubPlace};
 use super::inbox::CachedFiles;
 use super::offline::{not_there, Unasked};
