@@ -26,8 +26,8 @@ TOOLS = os.environ.get("PENSTOCK_TEST_NETBENCH")
 wants_server = pytest.mark.skipif(
     not TOOLS, reason="PENSTOCK_TEST_NETBENCH names no folder: cargo build --release -p netbench"
 )
-#: Tags of slots that are synced and claimed. Another one that is not 0 is of this boot.
-SYNCED, CLAIMED = 0x636E7953, 0x6D696C43
+#: Tags of slots that are synced, claimed, and given back to a silent holder. Another one that is not 0 is of this boot.
+SYNCED, CLAIMED, GIVEN_BACK = 0x636E7953, 0x6D696C43, 0x6B636142
 
 
 def settings(folder: Path, **more: Any) -> Any:
@@ -74,12 +74,12 @@ def tags(map_file: Path) -> list[tuple[int, int]]:
 
 def blocks(map_file: Path) -> list[int]:
     """The blocks that are there, by a map."""
-    return [number for number, tag in tags(map_file) if tag not in (0, CLAIMED)]
+    return [number for number, tag in tags(map_file) if tag not in (0, CLAIMED, GIVEN_BACK)]
 
 
 def states(map_file: Path) -> Counter[str]:
     """How many blocks are missing, claimed, written and synced, by a map."""
-    names = {0: "missing", CLAIMED: "claimed", SYNCED: "synced"}
+    names = {0: "missing", CLAIMED: "claimed", GIVEN_BACK: "claimed", SYNCED: "synced"}
     return Counter(names.get(tag, "written") for _, tag in tags(map_file))
 
 

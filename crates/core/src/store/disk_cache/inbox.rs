@@ -17,7 +17,7 @@ pub(super) enum CacheNews {
     Fetched(CacheBlock, bool),
     /// The state of a block that another process brings.
     Seen(CacheBlock, Claimed),
-    /// The process of this holder has claimed or brought other blocks.
+    /// The process of this holder has received something, by its beats, or has claimed or brought other blocks.
     Alive(u32),
 }
 

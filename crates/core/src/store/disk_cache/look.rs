@@ -175,7 +175,11 @@ fn states(files: &CachedFiles, blocks: &[(CacheBlock, u32)], turn: &mut usize) -
 
 /// The holders of blocks whose process has claimed others or brought others since the claims were looked at before. A block that
 /// somebody brought in place of its holder still has the holder's lock.
-fn alive(files: &CachedFiles, holders: &BTreeSet<u32>, claims: &mut HashMap<CacheBlock, u32>) -> Vec<CacheNews> {
+pub(super) fn alive(
+    files: &CachedFiles,
+    holders: &BTreeSet<u32>,
+    claims: &mut HashMap<CacheBlock, u32>,
+) -> Vec<CacheNews> {
     let mut now = HashMap::new();
     for (number, file) in (0..).zip(files.iter()) {
         // A map that cannot be read shows no process.

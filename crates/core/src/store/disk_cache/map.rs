@@ -40,6 +40,7 @@ const CRC: Range<usize> = 28..32;
 const MISSING: u32 = 0;
 const SYNCED: u32 = 0x636e_7953;
 const CLAIMED: u32 = 0x6d69_6c43;
+const GIVEN_BACK: u32 = 0x6b63_6142;
 
 /// The header of a map.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,6 +116,8 @@ pub(super) enum Slot {
     Missing,
     /// It is claimed by this number, as long as the lock is held.
     Claimed(u32),
+    /// The same. Another one had taken it over and has ended that: the slot shows no progress of this number.
+    GivenBack(u32),
     /// It was written since the machine started; its CRC32C.
     Written(u32),
     /// It is on the disk; its CRC32C.
@@ -128,6 +131,7 @@ impl Slot {
         match ((both >> 32) as u32, both as u32) {
             (SYNCED, crc) => Slot::Synced(crc),
             (CLAIMED, holder) => Slot::Claimed(holder),
+            (GIVEN_BACK, holder) => Slot::GivenBack(holder),
             (tag, crc) if tag == boot && tag != MISSING => Slot::Written(crc),
             _ => Slot::Missing,
         }
@@ -138,6 +142,7 @@ impl Slot {
         let (tag, value) = match self {
             Slot::Missing => (MISSING, 0),
             Slot::Claimed(holder) => (CLAIMED, holder),
+            Slot::GivenBack(holder) => (GIVEN_BACK, holder),
             Slot::Written(crc) => (boot, crc),
             Slot::Synced(crc) => (SYNCED, crc),
         };
@@ -148,7 +153,7 @@ impl Slot {
     pub(super) fn crc(self) -> Option<u32> {
         match self {
             Slot::Written(crc) | Slot::Synced(crc) => Some(crc),
-            Slot::Missing | Slot::Claimed(_) => None,
+            Slot::Missing | Slot::Claimed(_) | Slot::GivenBack(_) => None,
         }
     }
 }
@@ -174,7 +179,7 @@ pub(super) fn boot_tag() -> u32 {
 
 /// This number, or another one if it means something else.
 fn free_tag(number: u32) -> u32 {
-    if matches!(number, MISSING | SYNCED | CLAIMED) {
+    if matches!(number, MISSING | SYNCED | CLAIMED | GIVEN_BACK) {
         1
     } else {
         number

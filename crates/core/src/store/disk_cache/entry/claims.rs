@@ -20,7 +20,8 @@ const ATTEMPTS: u32 = 1000;
 const YIELDS: u32 = 100;
 
 impl CacheEntry {
-    /// The blocks whose slots name a claim, each with the number of the claim. The locks are not looked at.
+    /// The blocks whose slots name a claim, each with the number of the claim. The locks are not looked at. Blocks that were
+    /// given back are not among them: their holder may have stopped long ago.
     pub(in super::super) fn claimed(&self) -> Result<Vec<(u32, u32)>> {
         let mut found = Vec::new();
         self.each_slot(0..self.blocks(), |block, slot| {
@@ -55,9 +56,9 @@ impl CacheEntry {
             states.push(match slot {
                 Slot::Written(_) | Slot::Synced(_) => BlockState::There,
                 _ if claims.all.contains(&block) => BlockState::Claimed(self.number),
-                Slot::Claimed(holder) if holder != self.number => BlockState::Claimed(holder),
+                Slot::Claimed(holder) | Slot::GivenBack(holder) if holder != self.number => BlockState::Claimed(holder),
                 // It was released here.
-                Slot::Claimed(_) | Slot::Missing => BlockState::Missing,
+                Slot::Claimed(_) | Slot::GivenBack(_) | Slot::Missing => BlockState::Missing,
             });
             true
         })?;
@@ -211,7 +212,7 @@ impl CacheEntry {
         }
         // It may have come, or gone to another one, since its slot was read.
         let holder = match self.slot(block).inspect_err(|_| unlock(&map, byte.clone()))? {
-            Slot::Claimed(holder) => holder,
+            Slot::Claimed(holder) | Slot::GivenBack(holder) => holder,
             Slot::Missing => 0,
             Slot::Written(_) | Slot::Synced(_) => {
                 unlock(&map, byte);
@@ -251,7 +252,8 @@ impl CacheEntry {
     }
 
     /// The slot stays: a claim without a lock does not count. To write the slot could undo the write of another process. That
-    /// of a block that was taken over names its silent holder again, which has the lock: that holder writes nothing.
+    /// of a block that was taken over names its silent holder again, which has the lock: that holder writes nothing. It is
+    /// given back, and not claimed: a new claim would show others that its holder works.
     pub(super) fn end_claim(&self, claims: &mut Claims, block: u32) {
         if !claims.all.remove(&block) {
             return;
@@ -263,7 +265,7 @@ impl CacheEntry {
             Some(holder) => {
                 if matches!(self.slot(block), Ok(Slot::Claimed(number)) if number == self.number) {
                     // Otherwise others wait for this entry, until it is silent.
-                    let _names_this = self.set(block, Slot::Claimed(holder));
+                    let _names_this = self.set(block, Slot::GivenBack(holder));
                 }
                 TAKEN
             }

@@ -260,14 +260,14 @@ proptest! {
 
     #[test]
     fn slots_are_what_they_were_and_no_others_in_another_boot(crc: u32, boot in 1u32.., later in 1u32..) {
-        for slot in [Slot::Missing, Slot::Claimed(crc), Slot::Written(crc), Slot::Synced(crc)] {
+        for slot in [Slot::Missing, Slot::Claimed(crc), Slot::GivenBack(crc), Slot::Written(crc), Slot::Synced(crc)] {
             prop_assert_eq!(Slot::decode(slot.encode(boot), boot), slot);
         }
         prop_assume!(boot != later);
         let before = Slot::decode(Slot::Written(crc).encode(boot), later);
-        // Those two numbers are never a boot's.
+        // These three numbers are never a boot's.
         let is_tag = |tag: Slot| Slot::Written(0).encode(boot) == tag.encode(boot);
-        prop_assume!(!is_tag(Slot::Synced(0)) && !is_tag(Slot::Claimed(0)));
+        prop_assume!(!is_tag(Slot::Synced(0)) && !is_tag(Slot::Claimed(0)) && !is_tag(Slot::GivenBack(0)));
         prop_assert_eq!(before, Slot::Missing);
     }
 
