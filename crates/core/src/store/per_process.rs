@@ -27,4 +27,12 @@ impl<T: Default> PerProcess<T> {
             }
         }
     }
+
+    /// The value of the process that this one was forked from; `None`: it had none, or this process has its own. A lock in it
+    /// may be held for ever.
+    pub(super) fn of_parent(&'static self) -> Option<&'static T> {
+        // SAFETY: as above.
+        let made = unsafe { self.0.load(Ordering::Acquire).as_ref() };
+        made.filter(|made| made.0 != std::process::id()).map(|made| &made.1)
+    }
 }

@@ -213,7 +213,7 @@ impl CacheEntry {
 
     /// Records that it is used now, if it may be written.
     pub(super) fn touch(&self) {
-        if let (true, Ok(map)) = (self.writable, self.map.get()) {
+        if let (true, Ok(map)) = (self.writable, self.map()) {
             // SAFETY: a descriptor that is held here; no times means now.
             let _not_recorded = unsafe { libc::futimens(map.as_raw_fd(), std::ptr::null()) };
         }
@@ -260,15 +260,18 @@ impl CacheEntry {
 
     /// The data file, for reads through the page cache.
     pub(super) fn file(&self) -> Result<Arc<File>> {
+        self.check_process()?;
         self.data.get().map_err(|e| Error::io("open", &e).at(&self.data_path))
     }
 
     fn map(&self) -> Result<Arc<File>> {
+        self.check_process()?;
         self.map.get().map_err(|e| self.failed("open the map", &e))
     }
 
     /// The map, to be written.
     fn map_to_write(&self) -> Result<Arc<File>> {
+        self.check_process()?;
         self.map.get().map_err(|e| Error::write("open the map", &e).at(&self.map_path))
     }
 
@@ -378,7 +381,7 @@ impl CacheEntry {
 
     /// The data file past the page cache, if its file system has that for whole pages.
     pub(super) fn open_direct(&self, write: bool) -> Option<File> {
-        let data = self.data.get().ok()?;
+        let data = self.file().ok()?;
         let own = OwnedFd::from(data.try_clone().ok()?);
         let unit = facts_of(&own, &self.data_path).ok()?.lanes.unit?;
         let flags = libc::O_DIRECT | libc::O_NOFOLLOW;
@@ -524,15 +527,22 @@ impl CacheEntry {
 
     /// Checks that these are blocks of the object, and that this process opened it.
     fn check(&self, run: &Range<u32>) -> Result<()> {
-        if self.process != std::process::id() {
-            return Err(Error::new(ErrorKind::Forked, "a forked child cannot use its parent's part of the disk cache")
-                .at(&self.map_path));
-        }
+        self.check_process()?;
         if run.start > run.end || run.end > self.blocks() {
             let e = Error::new(ErrorKind::Internal, "blocks that the object does not have");
             return Err(e.with_values(u64::from(self.blocks()), u64::from(run.end)).at(&self.map_path));
         }
         Ok(())
+    }
+
+    /// Checks that this process opened it. The open files of its parent have the parent's locks, and after
+    /// [`leave_to_parent`](super::leave_to_parent) they are other files.
+    fn check_process(&self) -> Result<()> {
+        if self.process == std::process::id() {
+            return Ok(());
+        }
+        let why = "a forked child cannot use its parent's part of the disk cache";
+        Err(Error::new(ErrorKind::Forked, why).at(&self.map_path))
     }
 
     fn failed(&self, doing: &str, cause: &io::Error) -> Error {

@@ -1,6 +1,7 @@
 //! Files that are open while they are used, and longer as far as the limit of descriptors allows: a checkpoint of hundreds of
 //! shards has two or three in the cache for each.
 
+use crate::store::per_process::PerProcess;
 use crate::sync::{lock, Mutex};
 use std::collections::VecDeque;
 use std::fs::{File, Metadata};
@@ -32,8 +33,11 @@ pub(super) struct OnDemandFile {
     open: Mutex<Option<Arc<File>>>,
 }
 
-/// The files that are open, in the order of their opening. Not loom's lock: no model has a cache.
-static OPEN: std::sync::Mutex<VecDeque<Weak<OnDemandFile>>> = std::sync::Mutex::new(VecDeque::new());
+/// Files that are open, in the order of their opening. Not loom's lock: no model has a cache.
+type OpenFiles = std::sync::Mutex<VecDeque<Weak<OnDemandFile>>>;
+
+/// The files that this process has opened. A forked child has its own: its parent may have held the lock when it forked.
+static OPEN: PerProcess<OpenFiles> = PerProcess::new();
 
 impl OnDemandFile {
     /// This open file.
@@ -72,7 +76,7 @@ impl OnDemandFile {
 /// Counts an open file, and closes the oldest ones that nobody uses if there are too many.
 fn enlist(kept: &Arc<OnDemandFile>) {
     let most = (crate::store::files::descriptor_limit() / SHARE).clamp(BOUNDS.0, BOUNDS.1) as usize;
-    let mut all = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
     all.push_back(Arc::downgrade(kept));
     for _ in 0..all.len().saturating_sub(1) {
         if all.len() <= most {
@@ -104,4 +108,11 @@ impl OnDemandFile {
         *open = None;
         true
     }
+}
+
+/// Does something while this thread holds the lock of the open files.
+#[cfg(test)]
+pub(super) fn while_locked<T>(work: impl FnOnce() -> T) -> T {
+    let _all = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    work()
 }

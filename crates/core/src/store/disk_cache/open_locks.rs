@@ -3,6 +3,7 @@
 
 use super::key::lock_byte;
 use super::lock::{held, try_lock, unlock, unlock_all, LockKind};
+use crate::store::per_process::PerProcess;
 use crate::sync::{lock, Mutex};
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,11 +19,12 @@ pub(super) fn open_byte(id: &str) -> u64 {
     EVICTING + 1 + lock_byte(id) / 2
 }
 
-/// The descriptors of this process that have locks, for its forked children. Not loom's lock: no model has a cache.
-static LOCKED: std::sync::Mutex<Vec<RawFd>> = std::sync::Mutex::new(Vec::new());
+/// The descriptors of a process that have locks, for its forked children. Each child has a list of its own: its parent may have
+/// held the lock of the list when it forked. Not loom's lock: no model has a cache.
+static LOCKED: PerProcess<std::sync::Mutex<Vec<RawFd>>> = PerProcess::new();
 
 fn locked() -> std::sync::MutexGuard<'static, Vec<RawFd>> {
-    LOCKED.lock().unwrap_or_else(PoisonError::into_inner)
+    LOCKED.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An open file with locks.
@@ -59,7 +61,8 @@ impl Drop for LockedFile {
 /// In a forked child: closes the files with locks of the parent, so that the locks end with the parent. Nothing else uses them
 /// here. A child of a thread that forks while another one opens or drops an entry keeps them.
 pub fn leave_to_parent() {
-    let (Ok(mut all), Ok(nothing)) = (LOCKED.try_lock(), File::open("/dev/null")) else { return };
+    let Some(Ok(mut all)) = LOCKED.of_parent().map(std::sync::Mutex::try_lock) else { return };
+    let Ok(nothing) = File::open("/dev/null") else { return };
     for fd in all.drain(..) {
         // The number stays taken: the child's copy of the file closes it.
         // SAFETY: both are descriptors of this process; what uses the file checks the process before.
@@ -128,4 +131,11 @@ impl Drop for OpenLock {
             unlock(of.marker.file(), *byte..*byte + 1);
         }
     }
+}
+
+/// Does something while this thread holds the lock of the descriptors that have locks.
+#[cfg(test)]
+pub(super) fn while_listed<T>(work: impl FnOnce() -> T) -> T {
+    let _all = locked();
+    work()
 }

@@ -35,8 +35,9 @@ impl CacheEntry {
 
     /// True if another open file holds the lock of a block.
     pub(in super::super) fn is_locked(&self, block: u32) -> bool {
-        let held = |map: Arc<File>| held(&map, u64::from(block)..u64::from(block) + 1);
-        self.map.get().and_then(held).is_ok_and(|held| held.is_some())
+        let is_held =
+            |map: Arc<File>| held(&map, u64::from(block)..u64::from(block) + 1).is_ok_and(|held| held.is_some());
+        self.map().is_ok_and(is_held)
     }
 
     /// The state of a block. A claim without its lock does not count.

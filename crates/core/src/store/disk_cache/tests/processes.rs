@@ -1,6 +1,15 @@
 //! Processes that use one cache at once. A child is this test program, which plays a role.
 
 use super::*;
+use crate::store::disk_cache::cached_file::CachedFile;
+use crate::store::disk_cache::inbox::{CacheNews, CachedFiles};
+use crate::store::disk_cache::look::alive;
+use crate::store::disk_cache::on_demand::while_locked;
+use crate::store::disk_cache::open_locks::while_listed;
+use crate::store::location::Location;
+use crate::store::object::Object;
+use crate::store::version::Version;
+use std::collections::{BTreeSet, HashMap};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -74,16 +83,46 @@ fn a_child_plays_its_role() {
                 assert_eq!(entry.claim(1).unwrap_err().kind(), ErrorKind::Forked);
                 assert_eq!(entry.write(3, &block(&entry, 3)).unwrap_err().kind(), ErrorKind::Forked);
                 assert_eq!(entry.state(3).unwrap_err().kind(), ErrorKind::Forked);
+                refuses_all(&entry);
                 entry.release(3);
                 entry.release_all();
                 if words[2] == "leaves" {
                     leave_to_parent();
+                    refuses_all(&entry);
                 }
                 drop(entry);
                 wait_forever();
             }
             println!("\nforked {forked}");
             wait();
+        }
+        // Forks while another thread would hold the locks of the lists of open files.
+        "forks_while_locked" => {
+            let cache = open();
+            let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+            entry.claim_run(3..9).unwrap();
+            // SAFETY: the child uses a folder of its own, and ends.
+            let forked = while_locked(|| while_listed(|| unsafe { libc::fork() }));
+            if forked == 0 {
+                // SAFETY: a plain system call.
+                unsafe { libc::alarm(20) };
+                leave_to_parent();
+                let own = CacheFolder::open(&settings(&folder)).unwrap();
+                let again = own.find(&key("model"), "v", SIZE).unwrap().unwrap();
+                assert_eq!(again.claim(1).unwrap(), BlockState::Claimed(again.number()));
+                // The parent's claims are another's here.
+                assert_eq!(again.claim(3).unwrap(), BlockState::Claimed(entry.number()));
+                again.write(1, &block(&again, 1)).unwrap();
+                drop(again);
+                // SAFETY: a plain system call.
+                unsafe { libc::_exit(17) };
+            }
+            let mut status = 0;
+            // SAFETY: one number is written.
+            assert_eq!(unsafe { libc::waitpid(forked, &raw mut status, 0) }, forked);
+            assert!(libc::WIFEXITED(status), "the child hangs: signal {}", libc::WTERMSIG(status));
+            assert_eq!((libc::WEXITSTATUS(status), entry.state(1).unwrap()), (17, BlockState::There));
+            println!("\nforked 1");
         }
         "forks_and_keeps" => {
             let cache = open();
@@ -154,6 +193,21 @@ fn a_child_plays_its_role() {
         role => access::play(role, &folder, &words[2..]),
     }
     played();
+}
+
+/// A forked child cannot use its parent's entry, and changes nothing of it.
+fn refuses_all(entry: &CacheEntry) {
+    let forked = |e: Error| assert_eq!(e.kind(), ErrorKind::Forked, "{e}");
+    forked(entry.is_complete().unwrap_err());
+    forked(entry.there().unwrap_err());
+    forked(entry.checksums().unwrap_err());
+    forked(entry.claimed().unwrap_err());
+    forked(entry.read(0..9, &mut [0; 9]).unwrap_err());
+    forked(entry.file().unwrap_err());
+    let time = || (map_of(entry).metadata().unwrap().modified(), Path::new("/dev/null").metadata().unwrap().modified());
+    let before = time();
+    entry.touch();
+    assert_eq!(format!("{:?}", time()), format!("{before:?}"));
 }
 
 /// Until it is killed. It ends by itself where the test has failed before it could do so.
@@ -294,6 +348,47 @@ fn a_block_of_a_stopped_holder_is_taken_over_by_one_process_which_can_give_it_ba
     assert_eq!((third.claim(3).unwrap(), third.take_over(5).unwrap()), (by(&other), by(&third)));
     other.release(3);
     assert_eq!((third.claim(3).unwrap(), check(&third)), (by(&third), 1));
+}
+
+#[test]
+fn a_block_that_is_given_back_does_not_show_that_its_stopped_holder_works() {
+    let (_folder, cache) = cache();
+    let mut holder = child("claims", cache.path(), &[]);
+    let number = said(&mut holder, "number ");
+    signal(holder.id(), libc::SIGSTOP);
+    let open = || cache.find(&key("model"), "v", SIZE).unwrap().unwrap();
+    let taker = open();
+    let files: CachedFiles = vec![Some(Arc::new(cached_file(&cache, open())))];
+    let (mut claims, holders) = (HashMap::new(), BTreeSet::from([number]));
+    taker.take_over(3).unwrap();
+    taker.take_over(5).unwrap();
+    alive(&files, &holders, &mut claims);
+    taker.release(3);
+    drop(taker);
+    assert_eq!(files[0].as_ref().unwrap().entry.state(3).unwrap(), BlockState::Claimed(number));
+    let news = alive(&files, &holders, &mut claims);
+    assert!(news.is_empty(), "it is stopped: {news:?}");
+    // When it goes on, it is seen.
+    signal(holder.id(), libc::SIGCONT);
+    goes_on(&mut holder);
+    assert!(holder.wait().unwrap().success());
+    let news = alive(&files, &holders, &mut claims);
+    assert!(matches!(news[..], [CacheNews::Alive(seen)] if seen == number), "{news:?}");
+}
+
+/// An object of a load that has this entry.
+fn cached_file(cache: &Arc<CacheFolder>, entry: Arc<CacheEntry>) -> CachedFile {
+    let location = Location::Url("s3://bucket/model".to_owned());
+    let object = Object { location, size: entry.size(), version: Version::Strong("v".to_owned()) };
+    CachedFile::new(cache.clone(), entry, object, None)
+}
+
+#[test]
+fn a_process_that_forks_while_it_opens_a_file_has_a_child_that_can_use_the_cache() {
+    let (_folder, cache) = cache();
+    let mut parent = child("forks_while_locked", cache.path(), &[]);
+    said(&mut parent, "forked ");
+    assert!(parent.wait().unwrap().success());
 }
 
 #[test]
