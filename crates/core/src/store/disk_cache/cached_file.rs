@@ -131,11 +131,16 @@ impl CachedFile {
     /// Writes a block, which ends its claim.
     pub(super) fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
         let written = self.make_room().and_then(|()| self.entry.write(block, bytes));
-        if written.is_err() {
-            // A disk that is full, or fails, is not tried again for this object.
+        // A disk that is full, or fails, is not tried again for this object. Descriptors may be free at the next block.
+        if written.as_ref().is_err_and(|e| !lacks_descriptors(e)) {
             self.full.store(true, Ordering::Relaxed);
-            self.entry.release(block);
         }
+        self.entry.release(block);
         written
     }
+}
+
+/// True if this process has as many files open as it may. What uses them closes them soon.
+pub(super) fn lacks_descriptors(e: &Error) -> bool {
+    matches!(e.errno(), Some(libc::EMFILE | libc::ENFILE))
 }

@@ -4,7 +4,7 @@
 //! A block that a load waits for is read before others are written. What was written is synced, 64 MiB at a time and at the
 //! end. Blocks that were dropped are asked of the server again when no load runs, if the settings say so.
 
-use super::cached_file::CachedFile;
+use super::cached_file::{lacks_descriptors, CachedFile};
 use super::progress::{CacheProgress, Pending};
 use super::publish::Publisher;
 use super::{BlockState, BLOCK};
@@ -145,6 +145,7 @@ struct WriteJob {
     file: Arc<CachedFile>,
     block: u32,
     bytes: BlockBytes,
+    again: Option<Arc<dyn Store>>,
 }
 
 /// Blocks to be asked of the server again.
@@ -255,16 +256,17 @@ impl CacheCrew {
         self.go_on();
     }
 
-    /// Writes a block of memory, or these bytes of one.
+    /// Writes a block of memory, or these bytes of one. One that no descriptor is free for is asked of `again` when no load runs.
     pub(super) fn write(
         &'static self,
         file: &Arc<CachedFile>,
         block: u32,
         bytes: BlockBytes,
         progress: &Arc<CacheProgress>,
+        again: Option<Arc<dyn Store>>,
     ) {
         file.writes.fetch_add(1, Ordering::Relaxed);
-        let job = WriteJob { file: file.clone(), block, bytes };
+        let job = WriteJob { file: file.clone(), block, bytes, again };
         let job = CacheJob::Write(job, progress.clone(), progress.pending());
         lock(&self.jobs).others.push_back(job);
         self.go_on();
@@ -386,7 +388,7 @@ impl CacheCrew {
                 told.tell(read.is_ok());
                 None
             }
-            CacheJob::Write(WriteJob { file, block, bytes }, progress, pending) => {
+            CacheJob::Write(WriteJob { file, block, bytes, again }, progress, pending) => {
                 let (cpu, len) = (thread_cpu(), file.block_len(block));
                 let written = file.write(
                     block,
@@ -398,6 +400,9 @@ impl CacheCrew {
                 );
                 progress.has_written(len as u64, written.as_ref().err(), thread_cpu().saturating_sub(cpu));
                 drop(bytes);
+                if let Some(store) = again.filter(|_| written.as_ref().is_err_and(lacks_descriptors)) {
+                    CacheCrew::process().again(file.clone(), store, vec![block], &progress);
+                }
                 let unsynced = file.unsynced.fetch_add(bytes_of(&written, &file, block), Ordering::SeqCst);
                 let last = file.writes.fetch_sub(1, Ordering::Relaxed) == 1;
                 // While the load brings blocks, the queue is empty after nearly each of them.

@@ -483,7 +483,8 @@ impl Carrier for Hands {
         }
         self.in_writer.insert(block, Arc::downgrade(&buffer));
         let bytes = BlockBytes::Memory(buffer, InWriter::of(&self.writing));
-        CacheCrew::process().write(&file, block.block, bytes, &self.progress);
+        let again = (self.of_dropped == OfDropped::AskedAgain).then(|| self.store.clone());
+        CacheCrew::process().write(&file, block.block, bytes, &self.progress, again);
         true
     }
 

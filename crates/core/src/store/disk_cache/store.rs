@@ -137,7 +137,8 @@ impl CachedStore {
             let (own, range) = (entry.number(), entry.range(block));
             if matches!(entry.claim(block), Ok(BlockState::Claimed(holder)) if holder == own) {
                 let part = bytes[(range.start - start) as usize..(range.end - start) as usize].to_vec();
-                CacheCrew::process().write(file, block, BlockBytes::Own(part), &self.small);
+                let again = self.settings.refetch.then(|| self.inner.clone());
+                CacheCrew::process().write(file, block, BlockBytes::Own(part), &self.small, again);
             }
         }
     }

@@ -124,6 +124,30 @@ fn a_child_plays_its_role() {
             assert_eq!((libc::WEXITSTATUS(status), entry.state(1).unwrap()), (17, BlockState::There));
             println!("\nforked 1");
         }
+        // Writes a block while no descriptor is free, and another one when there are some.
+        "lacks_descriptors" => {
+            let cache = open();
+            let file = Arc::new(cached_file(&cache, cache.find_or_make(&key("model"), "v", SIZE).unwrap()));
+            // The files of the last ones stay open, and so those of the first one are closed.
+            let limit = |most: u64| {
+                let limit = libc::rlimit { rlim_cur: most, rlim_max: 4096 };
+                // SAFETY: one structure is read.
+                assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
+            };
+            limit(64);
+            let others: Vec<_> =
+                (0..6).map(|other| cache.find_or_make(&key(&other.to_string()), "v", 9).unwrap()).collect();
+            let written = |block_number| file.write(block_number, &block(&file.entry, block_number));
+            limit(3);
+            let refused = written(2).unwrap_err();
+            limit(64);
+            assert_eq!((refused.kind(), refused.errno()), (ErrorKind::Limit, Some(libc::EMFILE)), "{refused}");
+            assert!(file.is_writable(), "other blocks can be written");
+            written(3).unwrap();
+            assert_eq!((file.entry.state(2).unwrap(), check(&file.entry)), (BlockState::Missing, 1));
+            drop(others);
+            println!("\nalive 1");
+        }
         "forks_and_keeps" => {
             let cache = open();
             let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
@@ -477,6 +501,14 @@ fn processes_that_start_at_once_make_one_cache() {
         }
         CacheFolder::open(&settings(&root)).unwrap().entries().unwrap();
     }
+}
+
+#[test]
+fn a_block_for_which_no_descriptor_is_free_is_dropped_and_later_ones_are_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut limited = child("lacks_descriptors", &folder.path().join("cache"), &[]);
+    said(&mut limited, "alive ");
+    assert!(limited.wait().unwrap().success());
 }
 
 #[test]
