@@ -7,6 +7,7 @@ use super::publish::{PublishJob, Publisher};
 use super::{BlockState, CacheEntry, CacheFolder, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::object::Object;
+use crate::sync::{lock, Mutex};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
 
@@ -21,6 +22,10 @@ pub(super) struct CachedFile {
     pub(super) object: Object,
     /// Its place in the Hub's cache, if it has one.
     hub: Option<Arc<HubPlace>>,
+    /// The entry with a new data file: see [`CacheFolder::renew`].
+    renewed: Mutex<Option<Arc<CacheEntry>>>,
+    /// Held by the thread that makes it.
+    renewing: Mutex<()>,
     /// It is on its way there.
     offered: AtomicBool,
     /// Bytes for which room was made and which were not written yet.
@@ -47,6 +52,8 @@ impl CachedFile {
             entry,
             object,
             hub: hub.map(Arc::new),
+            renewed: Mutex::default(),
+            renewing: Mutex::default(),
             offered: AtomicBool::new(false),
             room: AtomicU64::new(0),
             full: AtomicBool::new(false),
@@ -59,11 +66,16 @@ impl CachedFile {
     /// Has it brought to its place in the Hub's cache, if it has one, and is whole.
     pub(super) fn offer(&self, progress: &Arc<CacheProgress>) {
         let Some(place) = self.hub.as_ref().filter(|_| !self.offered.load(Ordering::Relaxed)) else { return };
-        if !self.entry.is_complete().unwrap_or_default() || self.offered.swap(true, Ordering::Relaxed) {
+        let entry = self.written();
+        if !entry.is_complete().unwrap_or_default() || self.offered.swap(true, Ordering::Relaxed) {
             return;
         }
+        let place = match Arc::ptr_eq(&entry, &self.entry) {
+            true => place.clone(),
+            false => Arc::new(place.in_place_of(&self.entry)),
+        };
         Publisher::process().add(PublishJob {
-            place: place.clone(),
+            place,
             folder: self.folder.clone(),
             key: self.entry.key(),
             version: self.entry.header().version.clone(),
@@ -130,13 +142,37 @@ impl CachedFile {
 
     /// Writes a block, which ends its claim.
     pub(super) fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
-        let written = self.make_room().and_then(|()| self.entry.write(block, bytes));
+        let written = self.make_room().and_then(|()| self.to_write()).and_then(|entry| entry.write(block, bytes));
         // A disk that is full, or fails, is not tried again for this object. Descriptors may be free at the next block.
         if written.as_ref().is_err_and(|e| !lacks_descriptors(e)) {
             self.full.store(true, Ordering::Relaxed);
         }
         self.entry.release(block);
         written
+    }
+
+    /// The entry that blocks are written to. It has a new data file if huggingface_hub's cache has the old one too.
+    fn to_write(&self) -> Result<Arc<CacheEntry>> {
+        let renewed = || lock(&self.renewed).clone();
+        if let Some(entry) = renewed() {
+            return Ok(entry);
+        }
+        if !self.entry.is_linked()? {
+            return Ok(self.entry.clone());
+        }
+        // It takes long: no load waits for the lock of the result.
+        let _renewing = lock(&self.renewing);
+        if let Some(entry) = renewed() {
+            return Ok(entry);
+        }
+        let entry = self.folder.renew(&self.entry)?;
+        *lock(&self.renewed) = Some(entry.clone());
+        Ok(entry)
+    }
+
+    /// The entry that has all blocks that were written.
+    pub(super) fn written(&self) -> Arc<CacheEntry> {
+        lock(&self.renewed).clone().unwrap_or_else(|| self.entry.clone())
     }
 }
 

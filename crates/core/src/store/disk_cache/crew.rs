@@ -412,7 +412,7 @@ impl CacheCrew {
             CacheJob::Sync(file, progress, _pending) => {
                 if file.unsynced.swap(0, Ordering::Relaxed) > 0 {
                     let cpu = thread_cpu();
-                    let synced = file.entry.sync();
+                    let synced = file.written().sync();
                     progress.has_synced(synced.err().as_ref(), thread_cpu().saturating_sub(cpu));
                 }
                 file.offer(&progress);

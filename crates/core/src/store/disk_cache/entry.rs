@@ -3,7 +3,7 @@
 mod claims;
 
 use super::directory::{refused, Directory, PART};
-use super::key::CacheKey;
+use super::key::{object_id, CacheKey};
 use super::lock::retried;
 use super::map::{blocks, boot_tag, random, slots, MapHeader, Slot, BLOCK, MOST_BYTES, MOST_HEADER, SLOT};
 use super::on_demand::{FileUse, OnDemandFile};
@@ -228,6 +228,11 @@ impl CacheEntry {
         CacheKey { hash: self.header.key, shown: self.header.address.clone() }
     }
 
+    /// The name of its files.
+    pub(super) fn id(&self) -> String {
+        object_id(&self.header.key, &self.header.version, self.header.size)
+    }
+
     /// Bytes of the object.
     pub(crate) fn size(&self) -> u64 {
         self.header.size
@@ -262,6 +267,22 @@ impl CacheEntry {
     pub(super) fn file(&self) -> Result<Arc<File>> {
         self.check_process()?;
         self.data.get().map_err(|e| Error::io("open", &e).at(&self.data_path))
+    }
+
+    /// True if the data file has another name too, in huggingface_hub's cache.
+    pub(super) fn is_linked(&self) -> Result<bool> {
+        let found = self.file()?.metadata().map_err(|e| Error::io("stat", &e).at(&self.data_path))?;
+        Ok(found.nlink() > 1)
+    }
+
+    /// The device and the number of the data file.
+    pub(super) fn data_identity(&self) -> (u64, u64) {
+        self.data.identity()
+    }
+
+    /// Does something to the names of the files while nobody else has the entry open; `None`: somebody has.
+    pub(super) fn alone<T>(&self, work: impl FnOnce() -> T) -> Result<Option<T>> {
+        self.open_lock.alone(work).map_err(|e| self.failed("lock the entry", &e))
     }
 
     fn map(&self) -> Result<Arc<File>> {
@@ -349,6 +370,10 @@ impl CacheEntry {
         }
         if self.slot(block)?.crc().is_some() {
             return Ok(());
+        }
+        if self.is_linked()? {
+            let why = "huggingface_hub's cache has this file too, and its readers must not see a write";
+            return Err(Error::new(ErrorKind::Unsupported, why).at(&self.data_path).range(range));
         }
         let crc = crc32c::crc32c(bytes);
         let failed = |e: io::Error| Error::write("write a block", &e).at(&self.data_path).range(range.clone());
@@ -598,7 +623,7 @@ impl Drop for CacheEntry {
 }
 
 /// A limit of this process on the size of files. To exceed it is a signal that ends the process.
-fn check_limit(size: u64) -> io::Result<()> {
+pub(super) fn check_limit(size: u64) -> io::Result<()> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: one structure is written.
     let asked = unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
@@ -609,7 +634,7 @@ fn check_limit(size: u64) -> io::Result<()> {
 }
 
 /// Reserves the room of a map: later no disk is too full for a slot.
-fn reserve(file: &File, size: u64) -> io::Result<()> {
+pub(super) fn reserve(file: &File, size: u64) -> io::Result<()> {
     // SAFETY: a plain system call on a descriptor of ours.
     if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, size as i64) } == 0 {
         return Ok(());

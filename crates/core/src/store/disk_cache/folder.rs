@@ -261,7 +261,7 @@ impl CacheFolder {
             // That map would call blocks synced that the new file does not have.
             folder.sync().map_err(failed)?;
         }
-        for name in [&data, &format!("{map}{PART}")] {
+        for name in [&data, &format!("{map}{PART}"), &format!("{data}{PART}")] {
             folder.remove(name).map_err(failed)?;
         }
         Ok(true)

@@ -85,7 +85,7 @@ impl HubLayout {
     /// The place of the object at this address; `None`: it has none.
     pub(super) fn place(self: &Arc<Self>, address: &str) -> Option<HubPlace> {
         let file = self.files.get(address).filter(|file| file.is_sound())?.clone();
-        Some(HubPlace { layout: self.clone(), file })
+        Some(HubPlace { layout: self.clone(), file, damaged: None })
     }
 
     fn folder(&self) -> String {
@@ -116,12 +116,25 @@ impl HubFile {
 pub(super) struct HubPlace {
     layout: Arc<HubLayout>,
     file: HubFile,
+    /// The device and the number of a damaged file, which is as if it was not there.
+    damaged: Option<(u64, u64)>,
 }
 
 /// Goes on, or is an error. It may wait.
 pub(super) type GoOn<'g> = &'g dyn Fn() -> Result<()>;
 
 impl HubPlace {
+    /// The same place, where the data file of this entry, of which a block was bad, is to be replaced.
+    pub(super) fn in_place_of(&self, entry: &CacheEntry) -> HubPlace {
+        let (layout, file, damaged) = (self.layout.clone(), self.file.clone(), Some(entry.data_identity()));
+        HubPlace { layout, file, damaged }
+    }
+
+    /// True if a file is there, and not the damaged one.
+    fn is_there(&self, path: &Path) -> bool {
+        stat_at(path).is_ok_and(|found| Some((found.dev(), found.ino())) != self.damaged)
+    }
+
     fn blobs(&self) -> PathBuf {
         self.layout.root().join("blobs")
     }
@@ -146,10 +159,10 @@ impl HubPlace {
     /// The reason for which it is not there. `Mismatch`: it has another digest. `Unsupported`, `Permission`: the folder
     /// is not taken, or cannot be written. `NoSpace`. `Timeout`: huggingface_hub is fetching it. Errors of `go_on`.
     pub(super) fn lay(&self, entry: &CacheEntry, is_private: bool, go_on: GoOn<'_>) -> Result<()> {
-        if !self.pointer().exists() {
+        if !self.is_there(&self.pointer()) {
             self.prepare()?;
             self.remove_leftovers();
-            match self.layout.symlinks && self.blob().exists() {
+            match self.layout.symlinks && self.is_there(&self.blob()) {
                 true => self.locked(|| self.point_to(None))?,
                 false => self.bring(entry, is_private, go_on)?,
             }
@@ -295,7 +308,7 @@ impl HubPlace {
         let lock = options.open(&path).map_err(failed)?;
         let taken = retried(|| flock(&lock).map(|taken| taken.then_some(())));
         match taken {
-            _ if self.pointer().exists() => Ok(()),
+            _ if self.is_there(&self.pointer()) => Ok(()),
             Ok(None) => {
                 let why = "huggingface_hub holds its lock: it is fetching the file itself";
                 Err(Error::new(ErrorKind::Timeout, why).at(&path))

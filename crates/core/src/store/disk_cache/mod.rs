@@ -34,6 +34,7 @@ mod on_demand;
 mod open_locks;
 mod progress;
 mod publish;
+mod renew;
 mod room;
 mod source;
 mod store;

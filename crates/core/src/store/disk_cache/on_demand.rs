@@ -48,6 +48,11 @@ impl OnDemandFile {
         kept
     }
 
+    /// Its device and its number.
+    pub(super) fn identity(&self) -> (u64, u64) {
+        self.identity
+    }
+
     /// The file, opened again if it was closed. It stays open as long as the caller has it.
     pub(super) fn get(self: &Arc<Self>) -> io::Result<Arc<File>> {
         let mut open = lock(&self.open);

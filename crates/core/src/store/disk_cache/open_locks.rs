@@ -116,6 +116,23 @@ impl OpenLock {
     }
 }
 
+impl OpenLock {
+    /// Does something while no other entry with this byte is open, in whatever process; `None`: one is. Others wait until it
+    /// has ended.
+    pub(super) fn alone<T>(&self, work: impl FnOnce() -> T) -> io::Result<Option<T>> {
+        let OpenLock { of, byte } = self;
+        let held = lock(&of.held);
+        let bytes = *byte..*byte + 1;
+        if held.get(byte) != Some(&1) || !try_lock(of.marker.file(), LockKind::Exclusive, bytes.clone())? {
+            return Ok(None);
+        }
+        let done = work();
+        // The open file has the lock: nobody can refuse the weaker one.
+        try_lock(of.marker.file(), LockKind::Shared, bytes)?;
+        Ok(Some(done))
+    }
+}
+
 impl Drop for OpenLock {
     fn drop(&mut self) {
         let OpenLock { of, byte } = self;

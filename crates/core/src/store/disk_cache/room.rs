@@ -242,16 +242,18 @@ impl CacheFolder {
             let names: BTreeSet<String> = folder.names()?.into_iter().collect();
             let of: BTreeSet<&str> = names.iter().filter_map(|name| Some(name.split_once('.')?.0)).collect();
             for id in of.into_iter().filter(|id| is_object_id(id)) {
-                let part = format!("{}{PART}", map_name(id));
+                let parts = [map_name(id), data_name(id)].map(|name| format!("{name}{PART}"));
                 let is_whole = || whole(folder, id).map(|found| found.is_some());
-                if is_whole()? && !names.contains(&part) {
+                if is_whole()? && !parts.iter().any(|part| names.contains(part)) {
                     continue;
                 }
                 let Some(_removing) = self.hold_byte(lock_byte(id), false)? else { continue };
                 if !is_whole()? {
                     self.remove(folder, id)?;
                 }
-                folder.remove(&part).map_err(|e| Error::write("remove", &e).at(folder.path().join(&part)))?;
+                for part in &parts {
+                    folder.remove(part).map_err(|e| Error::write("remove", &e).at(folder.path().join(part)))?;
+                }
             }
             Ok(())
         })

@@ -1,6 +1,7 @@
 //! Whole objects in huggingface_hub's cache: their names, their modes, and what the cache counts of them.
 
 use super::super::hub::{is_left_over, HubPlace};
+use super::processes::cached_file;
 use super::*;
 use crate::store::disk_cache::map::hex;
 use ring::digest::{digest, SHA256};
@@ -237,4 +238,68 @@ fn the_cache_counts_no_bytes_that_the_hub_keeps_and_removes_nothing_of_it() {
     fs::remove_dir_all(&hub).unwrap();
     let alone = cache.entries().unwrap().remove(0);
     assert!(alone.disk >= 2 * BLOCK && !alone.linked);
+}
+
+/// A whole object in both caches, with another byte in its second block.
+fn damaged() -> (TempDir, Arc<CacheFolder>, Arc<CacheEntry>, HubPlace, PathBuf) {
+    let (folder, cache, entry, hub) = whole();
+    let place = place(&hub, &sha256(&entry));
+    lay(&place, &entry).unwrap();
+    let file = fs::File::options().write(true).open(entry.data_path()).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"?", BLOCK + 5).unwrap();
+    assert_eq!(entry.verify_run(0..3, true).unwrap().1, [BLOCK..2 * BLOCK]);
+    (folder, cache, entry, place, pointer(&hub, COMMIT))
+}
+
+#[test]
+fn a_bad_block_of_a_file_that_the_hub_has_too_is_written_into_a_new_file() {
+    let (_folder, cache, entry, place, at) = damaged();
+    let (reader, before) = (fs::File::open(&at).unwrap(), fs::read(&at).unwrap());
+    let refused = entry.write(1, &block(&entry, 1)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
+    let old = fs::metadata(&at).unwrap().ino();
+    let load = cached_file(&cache, entry.clone());
+    load.write(1, &block(&entry, 1)).unwrap();
+    // Programs that read the Hub's file have seen nothing.
+    let mut now = vec![0; before.len()];
+    std::os::unix::fs::FileExt::read_exact_at(&reader, &mut now, 0).unwrap();
+    assert!(now == before && fs::metadata(&at).unwrap().ino() == old);
+    let renewed = load.written();
+    assert_eq!((renewed.is_complete().unwrap(), check(&renewed)), (true, 3));
+    assert_ne!(fs::metadata(renewed.data_path()).unwrap().ino(), old);
+    // The others were synced with the copy.
+    assert_eq!(renewed.sync().unwrap(), 1);
+    assert_eq!(check(&cache.find(&key("model"), "v1", entry.size()).unwrap().unwrap()), 3);
+    assert_eq!(files(&cache.path().join("objects")).len(), 2, "no part is left");
+    // Then the Hub's name leads to it.
+    place.in_place_of(&entry).lay(&renewed, true, &|| Ok(())).unwrap();
+    assert_eq!(fs::metadata(&at).unwrap().ino(), fs::metadata(renewed.data_path()).unwrap().ino());
+    assert!(fs::read(&at).unwrap() != before && sha256(&renewed) == sha256(&entry));
+}
+
+#[test]
+fn a_file_that_others_have_open_is_not_replaced() {
+    let (_folder, cache, entry, _place, at) = damaged();
+    let before = fs::read(&at).unwrap();
+    let other = CacheFolder::open(&settings(cache.path())).unwrap();
+    let reader = other.find(&key("model"), "v1", entry.size()).unwrap().unwrap();
+    let load = cached_file(&cache, entry.clone());
+    let refused = load.write(1, &block(&entry, 1)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Timeout, "{refused}");
+    assert_eq!((fs::read(&at).unwrap() == before, check(&reader)), (true, 2));
+    assert_eq!(files(&cache.path().join("objects")).len(), 2, "no part is left");
+    // The next load does it.
+    drop((reader, load));
+    let load = cached_file(&cache, entry.clone());
+    load.write(1, &block(&entry, 1)).unwrap();
+    assert_eq!(check(&load.written()), 3);
+}
+
+#[test]
+fn what_a_killed_process_leaves_of_a_new_file_is_removed() {
+    let (_folder, cache, entry, _place, _at) = damaged();
+    let parts = [entry.data_path(), &map_of(&entry)].map(|path| PathBuf::from(format!("{}.part", path.display())));
+    parts.iter().for_each(|part| fs::write(part, b"half").unwrap());
+    cache.prune(&Prune::OlderThan(Duration::from_secs(3600)), false).unwrap();
+    assert!(parts.iter().all(|part| !part.exists()) && check(&entry) == 2);
 }

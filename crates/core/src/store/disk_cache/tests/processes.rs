@@ -401,7 +401,7 @@ fn a_block_that_is_given_back_does_not_show_that_its_stopped_holder_works() {
 }
 
 /// An object of a load that has this entry.
-fn cached_file(cache: &Arc<CacheFolder>, entry: Arc<CacheEntry>) -> CachedFile {
+pub(super) fn cached_file(cache: &Arc<CacheFolder>, entry: Arc<CacheEntry>) -> CachedFile {
     let location = Location::Url("s3://bucket/model".to_owned());
     let object = Object { location, size: entry.size(), version: Version::Strong("v".to_owned()) };
     CachedFile::new(cache.clone(), entry, object, None)
