@@ -1,6 +1,7 @@
 //! One object in the cache: its data file, and its map.
 
 mod claims;
+mod marking;
 
 use super::directory::{refused, Directory, PART};
 use super::key::{object_id, CacheKey};
@@ -57,6 +58,8 @@ pub(crate) struct CacheEntry {
     writable: bool,
     number: u32,
     claims: Mutex<Claims>,
+    /// Held by the thread that changes states of blocks that are there.
+    marking: Mutex<()>,
     process: u32,
     /// Dropped last.
     open_lock: OpenLock,
@@ -178,6 +181,7 @@ impl CacheEntry {
             writable: writable && also,
             number: new_number(),
             claims: Mutex::default(),
+            marking: Mutex::default(),
             process: std::process::id(),
             open_lock: open,
         })))
@@ -436,6 +440,7 @@ impl CacheEntry {
             return Ok(0);
         }
         let synced = self.file()?.sync_data();
+        let marking = self.marking()?;
         let map = self.map_to_write()?;
         let mut count = 0;
         for run in written.chunk_by(|one, next| one.0 + 1 == next.0) {
@@ -460,6 +465,7 @@ impl CacheEntry {
                 count += run.len() as u64;
             }
         }
+        drop(marking);
         synced.map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.data_path))?;
         // Otherwise a loss of power takes the marks back, and all of it is received again.
         map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))?;
@@ -532,7 +538,9 @@ impl CacheEntry {
         if !self.writable {
             return Err(refused("it is read-only").at(&self.map_path));
         }
+        let marking = self.marking()?;
         self.set(block, Slot::Missing)?;
+        drop(marking);
         // Otherwise a loss of power while it is written anew could bring its old state back.
         let map = self.map_to_write()?;
         map.sync_data().map_err(|e| Error::write("write it to the disk (fdatasync)", &e).at(&self.map_path))
@@ -545,8 +553,10 @@ impl CacheEntry {
             return Err(refused("it is read-only").at(&self.map_path));
         }
         let slots = Slot::Missing.encode(boot_tag()).repeat(self.blocks() as usize);
-        let map = self.map_to_write()?;
-        let written = map.write_all_at(&slots, self.first_slot).and_then(|()| map.sync_data());
+        let (marking, map) = (self.marking()?, self.map_to_write()?);
+        let written = map.write_all_at(&slots, self.first_slot);
+        drop(marking);
+        let written = written.and_then(|()| map.sync_data());
         written.map_err(|e| Error::write("write the states of the blocks", &e).at(&self.map_path))
     }
 

@@ -3,6 +3,7 @@
 use super::*;
 use crate::error::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use tempfile::TempDir;
 
@@ -226,4 +227,31 @@ fn no_name_of_a_file_tells_what_it_holds() {
         let bytes = std::fs::read(&file).unwrap();
         assert!(!bytes.windows(6).any(|part| part == b"secret" || part == b"token="), "{file:?}");
     }
+}
+
+#[test]
+fn a_block_that_is_made_missing_beside_a_sync_stays_so() {
+    // In memory: a sync is as short as its marks.
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let cache = CacheFolder::open(&settings(&folder.path().join("cache"))).unwrap();
+    let one = cache.find_or_make(&key("model"), "v", 64 * BLOCK).unwrap();
+    let other = cache.find(&key("model"), "v", 64 * BLOCK).unwrap().unwrap();
+    fill(&one);
+    let bytes = block(&one, 63);
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                other.sync().unwrap();
+            }
+        });
+        let came_back = (0..4000).find(|_| {
+            one.forget(63).unwrap();
+            let state = (0..20).map(|_| one.state(63).unwrap()).find(|state| *state != BlockState::Missing);
+            one.write(63, &bytes).unwrap();
+            state.is_some()
+        });
+        is_over.store(true, Ordering::Relaxed);
+        assert_eq!(came_back, None, "the sync has marked a block that was missing");
+    });
 }

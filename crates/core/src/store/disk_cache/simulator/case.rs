@@ -10,6 +10,9 @@ pub(super) const MS: Time = 1_000_000;
 /// Bytes of a block.
 pub(super) const BLOCK: usize = 24;
 
+/// Loads on a slow link have other random numbers than the loads of the same seed, whose faults and delays they take.
+const OF_SLOW_LINK: u64 = 0x2d35_8dcc_aa6c_78a5;
+
 /// SplitMix64 (Steele, Lea, Flood 2014), as in `engine/simulator/memory.rs`.
 pub(super) struct Rng(pub(super) u64);
 
@@ -203,7 +206,7 @@ impl Case {
     /// Processes that start together on one slow link. Each block takes seconds, because others come beside it. `lost`: what
     /// happens to the first process.
     pub(super) fn of_slow_link(seed: u64, lost: Option<Incident>) -> Case {
-        let mut rng = Rng(seed);
+        let mut rng = Rng(seed ^ OF_SLOW_LINK);
         let files = vec![(24 + rng.below(25)) as usize * BLOCK];
         let processes = (0..2 + rng.below(7)).map(|_| together(&mut rng, &files)).collect();
         let incidents = lost.into_iter().map(|lost| (200 + rng.below(1500), 0, lost)).collect();
