@@ -75,6 +75,21 @@ print(json.dumps(said), flush=True)
 """
 
 
+#: The same with small files, which it reads whole before the tensors.
+SMALL_FILES = PROGRAM.replace(
+    "checkpoint = penstock.open",
+    """small = penstock._core.contents(order["small"], 64 << 20, None, storage)
+assert [len(one) for one in small] == order["lengths"], [len(one) for one in small]
+if not order["urls"]:
+    print(json.dumps({"finished": True, "seconds": time.monotonic() - begun}), flush=True)
+    sys.stdin.readline()
+    sys.exit()
+checkpoint = penstock.open""",
+)
+#: Bytes of a tokenizer, as those of large models, and of a configuration.
+TOKENIZER, CONFIG = 8 * MIB - 77, 1234
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 MiB in 16 tensors. Not to be written to."""
@@ -115,12 +130,14 @@ class Loads:
         users: tuple[int, ...] = (),
         group: int = 0,
         connections: int = CONNECTIONS,
+        small: tuple[Path, ...] = (),
     ) -> None:
         told = {"urls": served.urls(models), "folder": str(folder), "paths": list(map(str, models)), "ranks": ranks}
+        told |= {"small": served.urls(small), "lengths": [path.stat().st_size for path in small]}
         told |= {"connections": connections, "group": group}
         users = users or (0,) * count
         orders = [json.dumps(told | {"rank": number % ranks, "user": users[number]}) for number in range(count)]
-        self.children = [ordeal.begin(PROGRAM, order) for order in orders]
+        self.children = [ordeal.begin(SMALL_FILES if small else PROGRAM, order) for order in orders]
         for child in self.children:
             ordeal.await_line(child, "ready")
 
@@ -171,6 +188,51 @@ def test_processes_that_start_together_receive_the_checkpoint_once(served, model
     assert again == 0, said
     assert all(one["cached"] + one["network"] >= size for one in said)
     assert right_blocks(files(folder, ".data"), [model]) == -(-size // MIB)
+    assert locks(folder) == []
+
+
+@pytest.fixture(scope="module")
+def small(model: Path) -> tuple[Path, ...]:
+    """A tokenizer and a configuration beside the model."""
+    found = (model.parent / "tokenizer.json", model.parent / "config.json")
+    for path, length in zip(found, (TOKENIZER, CONFIG), strict=True):
+        path.write_bytes(random.Random(length).randbytes(length))
+    return found
+
+
+def test_processes_that_start_together_receive_the_small_files_once_too(served, model, small, folder):
+    """One connection brings the tokenizer: for longer than the patience of those that wait for it."""
+    paths = [model, *small]
+    size = sum(path.stat().st_size for path in paths)
+    with Asked(served) as asked, Loads(served, [model], folder, 8, small=small) as loads:
+        loads.go()
+        said = loads.all()
+    again = sum(one["fetched_again"] for one in said)
+    assert size <= asked.bytes <= 1.05 * size + again, said
+    assert right_blocks(files(folder, ".data"), paths) == sum(-(-path.stat().st_size // MIB) for path in paths)
+    assert locks(folder) == []
+
+
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_small_file_whose_process_is_gone_or_stopped_comes_to_the_others_once(model, small, folder, what):
+    with (
+        serving(model.parent, rate_per_connection="4e6", first_byte="5") as server,
+        Loads(server, [], folder, 4, small=small[:1]) as loads,
+        Asked(server) as asked,
+    ):
+        loads.go(0)
+        # Of the marker: it asks
+        until(lambda: folder.is_dir() and locks(folder) != [])
+        time.sleep(0.3)
+        loads.children[0].send_signal(what)
+        loads.go(1, 2, 3)
+        # It is written beside the programs
+        until(lambda: has(folder) == -(-TOKENIZER // MIB))
+        said = [loads.ended(number) for number in (1, 2, 3)]
+    # One of them has waited for a second, and received the file for all of them
+    assert TOKENIZER <= asked.bytes <= 2.05 * TOKENIZER, said
+    assert all(one["seconds"] < (TOKENIZER / 4e6 + 3) * ordeal.load_factor() for one in said), said
+    assert right_blocks(files(folder, ".data"), list(small)) == -(-TOKENIZER // MIB)
     assert locks(folder) == []
 
 

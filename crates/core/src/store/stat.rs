@@ -3,8 +3,9 @@
 use super::version::Identity;
 use crate::error::{Error, Result};
 use std::ffi::CString;
+use std::fs::File;
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -54,6 +55,11 @@ pub(super) fn statx(fd: Option<RawFd>, mask: Option<u32>, path: &Path) -> Result
     let field = |i: usize| u32::from_ne_bytes([fields[i], fields[i + 1], fields[i + 2], fields[i + 3]]);
     let direct = (s.stx_mask & STATX_DIOALIGN != 0).then(|| (field(0), field(4)));
     Ok(Stat { identity, direct })
+}
+
+/// The identity of an open file. `path` is for errors.
+pub(super) fn identity_of_open(file: &File, path: &Path) -> Result<Identity> {
+    Ok(statx(Some(file.as_raw_fd()), None, path)?.identity)
 }
 
 /// The identity of the file at `path`, now.

@@ -18,6 +18,8 @@ const MOST_BYTES_HERE: u64 = 512 * 1024;
 thread_local! {
     /// The caller of the question that this thread asks a store.
     static QUESTION: RefCell<Option<Caller>> = const { RefCell::new(None) };
+    /// The listener of this thread: see [`hearing`].
+    static LISTENER: RefCell<Option<Box<dyn Fn()>>> = const { RefCell::new(None) };
 }
 
 #[cfg_attr(not(feature = "remote"), allow(dead_code))] // only servers ask for patience
@@ -41,14 +43,35 @@ pub(super) fn stall() -> Option<Duration> {
     QUESTION.with_borrow(|question| question.as_ref().and_then(|asked| asked.stall))
 }
 
+/// Does work that asks a store. `heard` is called whenever a server answers or sends something, a few times a second at most.
+pub(super) fn hearing<T>(heard: impl Fn() + 'static, work: impl FnOnce() -> T) -> T {
+    struct Listening;
+    impl Drop for Listening {
+        fn drop(&mut self) {
+            LISTENER.set(None);
+        }
+    }
+    LISTENER.set(Some(Box::new(heard)));
+    let _listening = Listening;
+    work()
+}
+
+/// The caller of the question that this thread asks a store goes on waiting: somebody else brings what it asks for.
+pub(super) fn is_there() {
+    QUESTION.with_borrow(|question| {
+        if let Some(asked) = question {
+            asked.again.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+}
+
 /// A store says that its server has answered, if `really`, and has to be asked again: it is there, and the caller goes on waiting.
 #[cfg(feature = "remote")]
 pub(super) fn answered(really: bool) {
-    QUESTION.with_borrow(|question| {
-        if let Some(asked) = question {
-            asked.again.fetch_add(u64::from(really), Ordering::Relaxed);
-        }
-    });
+    if really {
+        LISTENER.with_borrow(|listener| listener.iter().for_each(|heard| heard()));
+        is_there();
+    }
 }
 
 /// Progress of one open, shared by the threads that work on it and the caller that waits for them.
@@ -194,6 +217,19 @@ mod tests {
         assert!(std::thread::spawn(still_wanted).join().unwrap(), "another thread asks something else");
         drop(asking);
         assert!(still_wanted());
+    }
+
+    #[cfg(feature = "remote")]
+    #[test]
+    fn who_asks_a_store_hears_that_bytes_come_until_the_work_ends() {
+        let heard = Arc::new(AtomicU64::new(0));
+        let count = heard.clone();
+        let listener = move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        hearing(listener, || [true, false, true].into_iter().for_each(answered));
+        answered(true);
+        assert_eq!(heard.load(Ordering::Relaxed), 2);
     }
 
     #[test]

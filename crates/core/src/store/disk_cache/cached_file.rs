@@ -7,6 +7,7 @@ use super::publish::{PublishJob, Publisher};
 use super::{BlockState, CacheEntry, CacheFolder, BLOCK};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::object::Object;
+use crate::store::watch::hearing;
 use crate::sync::{lock, Mutex};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::Arc;
@@ -173,6 +174,12 @@ impl CachedFile {
     /// The entry that has all blocks that were written.
     pub(super) fn written(&self) -> Arc<CacheEntry> {
         lock(&self.renewed).clone().unwrap_or_else(|| self.entry.clone())
+    }
+
+    /// Does work that asks the server for blocks of it. Other processes see when bytes come.
+    pub(super) fn heard<T>(&self, work: impl FnOnce() -> T) -> T {
+        let (folder, number) = (self.folder.clone(), self.entry.number());
+        hearing(move || folder.beats.iter().for_each(|beats| beats.beat(number)), work)
     }
 }
 

@@ -4,10 +4,11 @@
 //! A block that a load waits for is read before others are written. What was written is synced, 64 MiB at a time and at the
 //! end. Blocks that were dropped are asked of the server again when no load runs, if the settings say so.
 
+use super::asking::OwnClaims;
 use super::cached_file::{lacks_descriptors, CachedFile};
 use super::progress::{CacheProgress, Pending};
 use super::publish::Publisher;
-use super::{BlockState, BLOCK};
+use super::BLOCK;
 use crate::error::Result;
 use crate::machine::{block_signals, thread_cpu};
 use crate::memory::Anonymous;
@@ -471,16 +472,11 @@ impl CacheCrew {
 fn ask(job: &AgainJob, first: u32, past: u32) -> Result<()> {
     let AgainJob { file, store, progress, .. } = job;
     let entry = &file.entry;
-    let mut wanted = Vec::new();
-    for block in first..past {
-        match entry.claim(block)? {
-            BlockState::Claimed(holder) if holder == entry.number() => wanted.push(block),
-            _ => {}
-        }
-    }
+    let (mut claims, _) = OwnClaims::of(entry, &(first..past), first..past)?;
+    let wanted = claims.blocks();
     let (Some(&from), Some(&to)) = (wanted.first(), wanted.last()) else { return Ok(()) };
     let range = entry.range(from).start..entry.range(to).end;
-    let bytes = store.read(&file.object, range.clone());
+    let bytes = file.heard(|| store.read(&file.object, range.clone()));
     let cpu = thread_cpu();
     for &block in &wanted {
         let within = entry.range(block);
@@ -488,14 +484,13 @@ fn ask(job: &AgainJob, first: u32, past: u32) -> Result<()> {
             .as_ref()
             .ok()
             .and_then(|all| all.get((within.start - range.start) as usize..(within.end - range.start) as usize));
-        match part {
-            Some(part) => {
-                let written = file.write(block, part);
-                progress.has_fetched_again(part.len() as u64);
-                progress.has_written(part.len() as u64, written.as_ref().err(), Duration::ZERO);
-                file.unsynced.fetch_add(bytes_of(&written, file, block), Ordering::Relaxed);
-            }
-            None => entry.release(block),
+        // The claims of other blocks end with `claims`.
+        if let Some(part) = part {
+            let written = file.write(block, part);
+            claims.are_written(&[block]);
+            progress.has_fetched_again(part.len() as u64);
+            progress.has_written(part.len() as u64, written.as_ref().err(), Duration::ZERO);
+            file.unsynced.fetch_add(bytes_of(&written, file, block), Ordering::Relaxed);
         }
     }
     progress.has_synced(None, thread_cpu().saturating_sub(cpu));

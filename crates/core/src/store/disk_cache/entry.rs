@@ -79,8 +79,8 @@ pub(super) fn process_of(number: u32) -> u32 {
     number >> 16
 }
 
-/// A number for an open entry. Those of a process have one upper half. A forked child has another.
-fn new_number() -> u32 {
+/// The upper half of the numbers of this process. A forked child has another.
+pub(super) fn own_process() -> u32 {
     static PROCESS: AtomicU64 = AtomicU64::new(0);
     let (known, id) = (PROCESS.load(Ordering::Relaxed), std::process::id());
     let process = if (known >> 32) as u32 == id {
@@ -89,7 +89,12 @@ fn new_number() -> u32 {
         let fresh = u64::from(id) << 32 | u64::from(random() >> 16);
         PROCESS.compare_exchange(known, fresh, Ordering::Relaxed, Ordering::Relaxed).map_or_else(|now| now, |_| fresh)
     };
-    ((process as u32) << 16 | random() >> 16).max(1)
+    process as u32
+}
+
+/// A number for an open entry. Those of a process have one upper half.
+fn new_number() -> u32 {
+    (own_process() << 16 | random() >> 16).max(1)
 }
 
 /// The outcome of opening an entry.

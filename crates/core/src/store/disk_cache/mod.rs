@@ -15,6 +15,7 @@
 //! count only until the next boot. So a loss of power leaves none either.
 
 mod access;
+mod asking;
 mod beats;
 mod cached_file;
 mod crew;

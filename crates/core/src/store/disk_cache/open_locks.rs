@@ -14,6 +14,15 @@ use std::sync::{Arc, PoisonError};
 /// The byte of the marker whose holder evicts. The bytes of making are smaller, the bytes of open entries are larger.
 pub(super) const EVICTING: u64 = 1 << 62;
 
+/// The first byte of the marker that the process has locked which asks for the first bytes of a location. It locks as many as the
+/// number of the process says, and one: so others know it. They are behind the bytes of open entries.
+pub(super) fn asking_byte(key: &str) -> u64 {
+    EVICTING + 1 + (1 << 61) + (lock_byte(key) >> 18) * MOST_ASKING
+}
+
+/// The most bytes that one locks for that.
+pub(super) const MOST_ASKING: u64 = 1 << 16;
+
 /// The byte of an entry that is open. Two entries with the same byte are open together.
 pub(super) fn open_byte(id: &str) -> u64 {
     EVICTING + 1 + lock_byte(id) / 2

@@ -4,8 +4,10 @@
 //! An object that the cache has whole is, for a load, a file of this machine: mapped, or read in any way that its disk
 //! allows. One that it has in part has two lanes.
 
+use super::asking::{comes, Asking, OwnClaims};
 use super::cached_file::CachedFile;
 use super::crew::{BlockBytes, CacheCrew};
+use super::entry::own_process;
 use super::hub::{HubLayout, HubPlace};
 use super::inbox::CachedFiles;
 use super::offline::{not_there, Unasked};
@@ -22,10 +24,10 @@ use crate::store::look::Look;
 use crate::store::object::{content_of, CheckSize, CopyChecked, Head, Object, Objects, Store, Traffic};
 use crate::store::read_cost::Sample;
 use crate::store::residency::Residency;
-use crate::store::stat::identity_of;
+use crate::store::stat::identity_of_open;
 use crate::store::upload::Uploads;
 use crate::store::version::{Identity, Version};
-use crate::store::watch::Watch;
+use crate::store::watch::{hearing, Watch};
 use crate::sync::{lock, Mutex};
 use crate::way::Routing;
 use std::collections::BTreeSet;
@@ -125,22 +127,100 @@ impl CachedStore {
         Ok(Head { bytes, size, version: object.version })
     }
 
-    /// Keeps the whole blocks in `bytes`, which begin at `start`.
-    fn keep(&self, file: &Arc<CachedFile>, start: u64, bytes: &[u8]) {
+    /// Keeps the whole blocks in `bytes`, which begin at `start`. Returns those that the writer has now.
+    fn keep(&self, file: &Arc<CachedFile>, start: u64, bytes: &[u8]) -> Vec<u32> {
+        let mut kept = Vec::new();
         if !file.is_writable() {
-            return;
+            return kept;
         }
-        let past = start + bytes.len() as u64;
         let entry = &file.entry;
-        let first = start.div_ceil(BLOCK) as u32;
-        for block in (first..entry.blocks()).take_while(|block| entry.range(*block).end <= past) {
+        for block in whole_blocks(entry, &(start..start + bytes.len() as u64)) {
             let (own, range) = (entry.number(), entry.range(block));
             if matches!(entry.claim(block), Ok(BlockState::Claimed(holder)) if holder == own) {
                 let part = bytes[(range.start - start) as usize..(range.end - start) as usize].to_vec();
                 let again = self.settings.refetch.then(|| self.inner.clone());
                 CacheCrew::process().write(file, block, BlockBytes::Own(part), &self.small, again);
+                kept.push(block);
             }
         }
+        kept
+    }
+
+    /// Asks the server for a part of an object.
+    fn ask(&self, object: &Object, range: Range<u64>) -> Result<Vec<u8>> {
+        match self.offline {
+            true => Err(not_there(&range).at(&object.location)),
+            false => self.inner.read(object, range),
+        }
+    }
+
+    /// The same, in blocks that this process has claimed or nobody can claim.
+    fn bring(&self, file: &Arc<CachedFile>, part: Range<u64>, claims: &mut OwnClaims<'_>) -> Result<Vec<u8>> {
+        let came = file.heard(|| self.ask(&file.object, part.clone()))?;
+        claims.are_written(&self.keep(file, part.start, &came));
+        Ok(came)
+    }
+
+    /// The blocks of a part that others have, or bring at this moment.
+    fn taken(&self, file: &Arc<CachedFile>, part: Range<u64>, claims: &mut OwnClaims<'_>) -> Result<Vec<u8>> {
+        let entry = &file.entry;
+        let blocks = entry.blocks_of(part.clone());
+        let mut bytes = Vec::with_capacity((part.end - part.start) as usize);
+        for block in blocks.clone() {
+            let range = entry.range(block);
+            let range = range.start.max(part.start)..range.end.min(part.end);
+            let is_there = matches!(entry.state(block), Ok(BlockState::There));
+            let is_there = is_there || comes(file, block, blocks.end - 1, claims)?;
+            match is_there.then(|| self.read_kept(entry, range.clone())).flatten() {
+                Some(kept) => bytes.extend(kept),
+                None => {
+                    let came = self.bring(file, range.clone(), claims)?;
+                    let is_short = (came.len() as u64) < range.end - range.start;
+                    bytes.extend(came);
+                    if is_short {
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(bytes)
+    }
+
+    /// Reads a part of an object that is cached: what this process is to bring first, so that others see it early.
+    fn read_through(&self, file: &Arc<CachedFile>, range: &Range<u64>) -> Result<Vec<u8>> {
+        let entry = &*file.entry;
+        let wanted = entry.blocks_of(range.clone());
+        let may_claim = file.is_writable() && entry.is_writable() && !self.offline;
+        let run = if may_claim { whole_blocks(entry, range) } else { 0..0 };
+        let Ok((mut claims, states)) = OwnClaims::of(entry, &wanted, run.clone()) else {
+            return self.ask(&file.object, range.clone());
+        };
+        let own = entry.number();
+        let is_others = |(block, state): &(u32, BlockState)| match state {
+            BlockState::There => true,
+            BlockState::Claimed(holder) => *holder != own && run.contains(block),
+            BlockState::Missing => false,
+        };
+        let states: Vec<(u32, BlockState)> = wanted.clone().zip(states).collect();
+        let mut parts: Vec<(Range<u64>, bool, Vec<u8>)> = Vec::new();
+        for run in states.chunk_by(|one, next| is_others(one) == is_others(next)) {
+            let (first, last) = (entry.range(run[0].0), entry.range(run[run.len() - 1].0));
+            let part = range.start.max(first.start)..range.end.min(last.end);
+            parts.push((part, is_others(&run[0]), Vec::new()));
+        }
+        for (part, _, bytes) in parts.iter_mut().filter(|(_, others, _)| !others) {
+            *bytes = self.bring(file, part.clone(), &mut claims)?;
+        }
+        let mut all = Vec::with_capacity((range.end - range.start) as usize);
+        for (part, others, bytes) in parts {
+            let came = if others { self.taken(file, part.clone(), &mut claims)? } else { bytes };
+            let is_short = (came.len() as u64) < part.end - part.start;
+            all.extend(came);
+            if is_short {
+                break;
+            }
+        }
+        Ok(all)
     }
 
     /// Has a small file that the cache has whole brought to its place in huggingface_hub's cache.
@@ -208,16 +288,29 @@ impl Store for CachedStore {
         let has = |(version, size): &(String, u64)| {
             let Ok(Some(entry)) = folder.find(&key, version, *size) else { return false };
             let states = entry.states(entry.blocks_of(0..first.min(*size).max(1)));
-            states.is_ok_and(|states| states.iter().all(|state| *state == BlockState::There))
+            // What others bring is waited for.
+            states.is_ok_and(|states| states.iter().all(|state| *state != BlockState::Missing))
         };
+        let is_had = |known: &Option<(String, u64)>| known.as_ref().is_some_and(|known| known.1 > 0 && has(known));
+        let asking = match !is_had(&known) && first >= BLOCK && folder.is_writable() {
+            // Where nobody can claim it, each asks for itself.
+            true => Asking::begin(&folder, &key).ok(),
+            false => None,
+        };
+        // The one that asked before may have ended since.
+        let known = if asking.is_some() { folder.known(&key).ok().flatten() } else { known };
+        let is_had = is_had(&known);
+        let others = asking.as_ref().filter(|asking| !asking.is_ours());
         // One byte tells the version.
-        let ask = match &known {
-            Some(known) if known.1 > 0 && has(known) => 1,
-            _ => first,
+        let ask = if is_had || others.is_some() { 1 } else { first };
+        let asked = |first: u64| {
+            let folder = folder.clone();
+            let heard = move || folder.beats.iter().for_each(|beats| beats.beat(own_process() << 16));
+            hearing(heard, || self.inner.head(at, first))
         };
-        let head = match self.inner.head(at, ask) {
+        let head = match asked(ask) {
             // Some servers send small objects only as a whole.
-            Err(e) if ask < first && e.status() == Some(200) => self.inner.head(at, first)?,
+            Err(e) if ask < first && e.status() == Some(200) => asked(first)?,
             head => head?,
         };
         let Version::Strong(version) = &head.version else {
@@ -230,6 +323,7 @@ impl Store for CachedStore {
             let _not_noted = folder.note(&key, version, head.size);
         }
         if head.bytes.len() as u64 != first.min(head.size) {
+            others.map_or(Ok(()), Asking::wait)?;
             return self.head_of(at, found, first);
         }
         if head.bytes.len() as u64 >= BLOCK.min(head.size) && head.size > 0 {
@@ -245,37 +339,10 @@ impl Store for CachedStore {
         if range.is_empty() {
             return Ok(Vec::new());
         }
-        let ask = |range: Range<u64>| match self.offline {
-            true => Err(not_there(&range).at(&object.location)),
-            false => self.inner.read(object, range),
-        };
-        let Ok(file) = self.cached(object, self.place_of_small(&object.location))? else { return ask(range) };
-        let entry = &file.entry;
-        let wanted = entry.blocks_of(range.clone());
-        let Ok(states) = entry.states(wanted.clone()) else { return ask(range) };
-        let there: Vec<bool> = states.iter().map(|state| *state == BlockState::There).collect();
-        let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
-        let runs = there.chunk_by(|a, b| a == b);
-        let mut block = wanted.start;
-        for run in runs {
-            let past = block + run.len() as u32;
-            let part = range.start.max(entry.range(block).start)..range.end.min(entry.range(past - 1).end);
-            block = past;
-            let kept = run[0].then(|| self.read_kept(entry, part.clone())).flatten();
-            match kept {
-                Some(kept) => bytes.extend(kept),
-                None => {
-                    let came = ask(part.clone())?;
-                    if came.len() as u64 != part.end - part.start {
-                        bytes.extend(came);
-                        return Ok(bytes);
-                    }
-                    self.keep(&file, part.start, &came);
-                    bytes.extend(came);
-                }
-            }
+        match self.cached(object, self.place_of_small(&object.location))? {
+            Ok(file) => self.read_through(&file, &range),
+            Err(_) => self.ask(object, range),
         }
-        Ok(bytes)
     }
 
     fn objects(&self, objects: Vec<Option<Object>>) -> Result<Arc<dyn Objects>> {
@@ -296,12 +363,9 @@ impl Store for CachedStore {
                 Some(file) => !self.settings.verify && file.entry.is_complete().unwrap_or_default(),
                 None => false,
             };
-            let copy = match &file {
-                Some(file) if is_whole => (file.entry.data_path().to_path_buf(), identity_of(file.entry.data_path())?),
-                // Never asked about.
-                _ => Default::default(),
-            };
-            copies.push(copy);
+            // The path of one that is not whole is never asked about.
+            let copy = file.as_ref().filter(|_| is_whole).map(|file| copy_of(&file.entry)).transpose();
+            copies.push(copy.inspect_err(|e| progress.has_failed(e)).ok().flatten().unwrap_or_default());
             files.push(file);
         }
         for (file, (copy, _)) in files.iter().zip(&copies) {
@@ -354,6 +418,19 @@ impl Store for CachedStore {
     fn look(&self, at: &Location, times: usize) -> Result<Look> {
         self.inner.look(at, times)
     }
+}
+
+/// The data file of a whole entry: the one that is open here, whatever file its name leads to by now.
+fn copy_of(entry: &CacheEntry) -> Result<(PathBuf, Identity)> {
+    let path = entry.data_path();
+    Ok((path.to_path_buf(), identity_of_open(&*entry.file()?, path)?))
+}
+
+/// The blocks of an object that lie in this part of it.
+fn whole_blocks(entry: &CacheEntry, part: &Range<u64>) -> Range<u32> {
+    let first = part.start.div_ceil(BLOCK) as u32;
+    let past = if part.end >= entry.size() { entry.blocks() } else { (part.end / BLOCK) as u32 };
+    first..past.max(first)
 }
 
 /// Says of objects that lack something why the cache cannot take it: it is read-only, or smaller than all of them.

@@ -1,13 +1,17 @@
 //! The files of the disk cache: on their own, beside other processes, and after faults.
 
+use super::asking::Asking;
 use super::*;
 use crate::error::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 mod access;
+#[cfg(feature = "remote")]
+mod again;
 mod faults;
 mod hub;
 mod processes;
@@ -254,4 +258,27 @@ fn a_block_that_is_made_missing_beside_a_sync_stays_so() {
         is_over.store(true, Ordering::Relaxed);
         assert_eq!(came_back, None, "the sync has marked a block that was missing");
     });
+}
+
+#[test]
+fn one_of_those_that_want_a_location_asks_and_the_others_wait_until_it_has_ended_or_is_silent() {
+    let (_folder, cache) = cache();
+    let begin = |name: &str| Asking::begin(&cache, &key(name)).unwrap();
+    let (one, other, elsewhere) = (begin("a"), begin("a"), begin("b"));
+    assert_eq!((one.is_ours(), other.is_ours(), elsewhere.is_ours()), (true, false, true));
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            other.wait().unwrap();
+            assert!(is_over.load(Ordering::SeqCst), "the first one still asks");
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        is_over.store(true, Ordering::SeqCst);
+        drop(one);
+        waits.join().unwrap();
+    });
+    let silent = begin("a");
+    let began = Instant::now();
+    begin("a").wait().unwrap();
+    assert!(silent.is_ours() && began.elapsed() >= Duration::from_secs(1));
 }
