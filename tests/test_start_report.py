@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import penstock
@@ -156,6 +157,7 @@ def test_reports_add_up():
     assert summed([a_report(exchange=None), a_report(exchange={"received_bytes": 14})]) == {
         "wanted_bytes": 200,
         "read_bytes": 220,
+        "disk_cache_bytes": None,
         "received_bytes": 14,
         "gap_bytes": 20,
         "loads": 2,
@@ -166,6 +168,8 @@ def test_reports_add_up():
         "fallbacks": [],
     }
     assert summed([a_report(given="mapped"), a_report(given="mapped")])["given"] == ["mapped"]
+    cached = [a_report(disk_cache=SimpleNamespace(cached_bytes=nbytes)) for nbytes in (40, 2)]
+    assert summed([a_report(disk_cache=None), *cached])["disk_cache_bytes"] == 42
 
 
 def test_a_phase_without_time_has_a_reason(tmp_path: Path):
@@ -232,6 +236,10 @@ def test_a_report_as_text(clock: Clock):
     assert ["reading", "4.00", "s", "rank", "1"] in lines
     assert ["ready", "6.00", "s", "rank", "1"] in lines
     assert "rank 1: wanted 100 B, read 110 B, 1 load, 3 copies" in text
+    rank = rank_of(clock, 2, 5)
+    rank["load"]["disk_cache_bytes"] = 70
+    text = described(head | _start_report.merged([rank]) | serving)
+    assert "rank 0: wanted 100 B, read 110 B, 70 B from the disk cache, 1 load, 3 copies" in text
     assert "  2 x aten.cat.default needed bytes at once" in text
     assert "first token after 12.00 s" in text
     assert "rank 0: 3.00 GB of 8.00 GB free" in text

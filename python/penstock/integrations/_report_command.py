@@ -93,9 +93,11 @@ def _loads(ranks: list[dict[str, Any]]) -> list[str]:
     for rank in ranks:
         load = rank["load"]
         if load is not None:
+            cached = load["disk_cache_bytes"]
             lines.append(
                 f"rank {rank['rank']}: wanted {size_text(load['wanted_bytes'])}, read {size_text(load['read_bytes'])}, "
-                f"{load['loads']} load{'s' * (load['loads'] != 1)}, {load['copies']} copies"
+                + ("" if cached is None else f"{size_text(cached)} from the disk cache, ")
+                + f"{load['loads']} load{'s' * (load['loads'] != 1)}, {load['copies']} copies"
             )
             lines += [
                 f"  {count} x {operation} needed bytes at once" for operation, count in load["materialised"].items()

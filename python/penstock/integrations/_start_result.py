@@ -23,6 +23,7 @@ def summed(reports: Iterable[Report]) -> dict[str, Any] | None:
     return {
         "wanted_bytes": sum(report["nbytes"] for report in reports),
         "read_bytes": sum(map(bytes_read, reports)),
+        "disk_cache_bytes": _from_disk_caches(reports),
         "received_bytes": sum((report.get("exchange") or {}).get("received_bytes", 0) for report in reports),
         "gap_bytes": sum(report.get("gap_bytes", 0) for report in reports),
         **{key: sum(report.get(key, 0) for report in reports) for key in ("loads", "copies", "materialised_bytes")},
@@ -30,6 +31,12 @@ def summed(reports: Iterable[Report]) -> dict[str, Any] | None:
         "given": sorted({report["given"] for report in reports if "given" in report}),
         "fallbacks": [one for report in reports for one in report.get("fallbacks", ())],
     }
+
+
+def _from_disk_caches(reports: list[Report]) -> int | None:
+    """The bytes that came from a disk cache; None if no load had one."""
+    caches = [report["disk_cache"] for report in reports if report.get("disk_cache") is not None]
+    return sum(cache.cached_bytes for cache in caches) if caches else None
 
 
 def explain(phases: Phases, specification: dict[str, Any], load: dict[str, Any] | None) -> None:
