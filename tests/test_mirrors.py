@@ -21,7 +21,7 @@ import certificates
 import ordeal
 import penstock
 import pytest
-from disk_caches import MIB, Asked, files, finished, serving, settings, wants_server
+from disk_caches import MIB, Asked, files, finished, serving, settings, there, wants_server
 from penstock.bench.served import Served
 
 pytestmark = wants_server
@@ -57,7 +57,8 @@ def stack() -> Iterator[contextlib.ExitStack]:
 @contextlib.contextmanager
 def node(cache: Path, *options: str, **variables: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address of a node that serves its cache, and its process."""
-    words = [sys.executable, "-m", "penstock.cli", "serve", str(cache), "--port", "0", "--json", *options]
+    options = options if "--port" in options else ("--port", "0", *options)
+    words = [sys.executable, "-m", "penstock.cli", "serve", str(cache), "--json", *options]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}) as process:
         try:
             assert process.stdout is not None
@@ -142,6 +143,33 @@ def test_a_mirror_that_fails_is_left(bucket, model, tmp_path, stack, how):
     if how not in ("killed", "stopped"):
         assert report.routes["mirror"]["bytes"] == 0
     [data] = files(tmp_path / "b", ".data")
+    assert data.read_bytes() == model.read_bytes()
+
+
+def test_a_mirror_that_is_started_again_during_a_load_is_asked_again(slow_bucket, model, tmp_path, stack):
+    finished(loaded(slow_bucket, model, tmp_path / "a", []))
+    address, process = stack.enter_context(node(tmp_path / "a"))
+    again: list[str] = []
+
+    def start_again() -> None:
+        limit = time.monotonic() + 60 * ordeal.load_factor()
+        while there(tmp_path / "b") < 4 * MIB and time.monotonic() < limit:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        again.append(stack.enter_context(node(tmp_path / "a", "--port", address.rpartition(":")[2]))[0])
+
+    beside = threading.Thread(target=start_again)
+    beside.start()
+    # Alone the bucket would need 25 s: it brings 2 MB/s on one connection
+    report = loaded(slow_bucket, model, tmp_path / "b", [address], connections=1, bandwidth=8_000_000)
+    beside.join()
+    assert again == [address]
+    # It had brought 4 MiB, and what was on its way
+    assert report.routes["mirror"]["bytes"] >= 16 * MIB, report.routes
+    assert [report.fallbacks[0][side] for side in ("from", "to")] == ["mirror", "server"]
+    [data] = files(tmp_path / "b", ".data")
+    finished(report)
     assert data.read_bytes() == model.read_bytes()
 
 

@@ -38,6 +38,10 @@ const MOST_LOOKS: u32 = 160;
 const FILES: usize = 4;
 /// A mirror that was asked and brings nothing for so long is left.
 const LATE: Duration = Duration::from_secs(3);
+/// The same for one that has come back and has brought nothing since. It is asked for one block.
+const LATE_AGAIN: Duration = Duration::from_secs(1);
+/// A mirror that was left comes back after so long, and the next time after twice as long.
+const AWAY: Duration = Duration::from_secs(2);
 
 /// A read: its file, its offset, its ticket.
 pub(super) type ReadKey = (u32, u64, Ticket);
@@ -98,16 +102,40 @@ struct MirrorState {
     /// The number of its node, once it is known.
     node: Option<u64>,
     is_left: bool,
+    /// When it comes back; `None`: it does not.
+    returns: Option<Duration>,
+    /// The time that it will be away when it is left next.
+    away: Duration,
+    /// It has come back, and has brought nothing since.
+    is_tried: bool,
 }
 
 impl MirrorState {
     fn room(&self) -> u64 {
         let most = (OF_MIRROR.0 + self.meter.bytes_in(AHEAD)).min(OF_MIRROR.1);
-        if self.is_left {
-            0
-        } else {
-            most.saturating_sub(self.bytes)
+        match () {
+            () if self.is_left => 0,
+            () if self.is_tried => BLOCK.saturating_sub(self.bytes),
+            () => most.saturating_sub(self.bytes),
         }
+    }
+
+    /// True if it was asked, or is looked at after it has come back, and brings nothing.
+    fn is_late(&self, now: Duration) -> bool {
+        let since = self.asked.values().filter_map(|(since, _)| *since).min();
+        let looked = self.boards.iter().flatten().any(|board| board.is_looking).then_some(self.heard);
+        let (since, late) = if self.is_tried { (since.or(looked), LATE_AGAIN) } else { (since, LATE) };
+        !self.is_left && since.is_some_and(|since| since.max(self.heard) + late < now)
+    }
+
+    fn comes_back(&mut self, now: Duration) {
+        for board in self.boards.iter_mut().flatten() {
+            board.bits.fill(0);
+            (board.is_looking, board.next_look, board.failed, board.is_full) = (false, now, 0, false);
+        }
+        (self.is_left, self.returns, self.is_tried, self.heard) = (false, None, true, now);
+        // Nobody leaves it a stretch before its board is seen.
+        (self.node, self.meter) = (None, Meter::default());
     }
 
     fn has(&self, file: u32, offset: u64, need: u64) -> bool {
@@ -196,6 +224,9 @@ impl MirrorChoice {
             heard: Duration::ZERO,
             node: None,
             is_left: false,
+            returns: None,
+            away: AWAY,
+            is_tried: false,
         };
         // As long as a node knows of no other, it begins somewhere.
         let file = mix(node) % (objects.len() as u64).max(1);
@@ -221,9 +252,9 @@ impl MirrorChoice {
         }
     }
 
-    /// True if a mirror may still bring something.
-    pub(super) fn has_mirrors(&self) -> bool {
-        self.mirrors.iter().any(|mirror| !mirror.is_left)
+    /// True if a mirror may still bring something, now or when it has come back. Then the server is not asked for all at once.
+    fn may_have_mirrors(&self) -> bool {
+        self.mirrors.iter().any(|mirror| !mirror.is_left || mirror.returns.is_some())
     }
 
     pub(super) fn is_left(&self, mirror: usize) -> bool {
@@ -370,16 +401,41 @@ impl MirrorChoice {
 
     /// The mirrors that bring nothing, although they were asked.
     pub(super) fn late(&self, now: Duration) -> Vec<usize> {
-        let is_late = |mirror: &MirrorState| {
-            let since = mirror.asked.values().filter_map(|(since, _)| *since).min();
-            !mirror.is_left && since.is_some_and(|since| since.max(mirror.heard) + LATE < now)
-        };
-        let late = self.mirrors.iter().enumerate().filter(|(_, mirror)| is_late(mirror));
+        let late = self.mirrors.iter().enumerate().filter(|(_, mirror)| mirror.is_late(now));
         late.map(|(number, _)| number).collect()
     }
 
-    /// A mirror is left. False: it was already. Its reads are wanted again when they have come back.
+    /// The mirrors that were left and may come back now. None if no read waits.
+    pub(super) fn returning(&self, now: Duration) -> Vec<usize> {
+        if self.shared.is_empty() && self.alone.is_empty() {
+            return Vec::new();
+        }
+        let returns = |mirror: &MirrorState| mirror.returns.is_some_and(|at| at <= now) && mirror.asked.is_empty();
+        let found = self.mirrors.iter().enumerate().filter(|(_, mirror)| returns(mirror));
+        found.map(|(number, _)| number).collect()
+    }
+
+    /// A mirror that was left is asked again: first for its boards, then for one block.
+    pub(super) fn comes_back(&mut self, mirror: usize, now: Duration) {
+        self.mirrors[mirror].comes_back(now);
+        self.count_anew();
+        self.rank_anew();
+    }
+
+    /// A mirror is left for a while, which is twice as long each time. False: it was already.
+    pub(super) fn leave_for_now(&mut self, mirror: usize, now: Duration) -> bool {
+        if self.mirrors[mirror].is_left {
+            return false;
+        }
+        self.leave(mirror);
+        let state = &mut self.mirrors[mirror];
+        (state.returns, state.away) = (Some(now + state.away), 2 * state.away);
+        true
+    }
+
+    /// A mirror is left for good. False: it was left already. Its reads are wanted again when they have come back.
     pub(super) fn leave(&mut self, mirror: usize) -> bool {
+        self.mirrors[mirror].returns = None;
         if std::mem::replace(&mut self.mirrors[mirror].is_left, true) {
             return false;
         }
@@ -456,7 +512,7 @@ impl MirrorChoice {
 
     /// Bytes that the server may be asked for at once.
     fn server_room(&self, rank: u32, now: Duration) -> u64 {
-        if !self.has_mirrors() {
+        if !self.may_have_mirrors() {
             return u64::MAX;
         }
         let is_seen = |mirror: &MirrorState| {
@@ -478,7 +534,7 @@ impl MirrorChoice {
 
     /// True if time alone may change what is asked for: mirrors are looked at, or the allowance of the load grows.
     pub(super) fn waits_for_time(&self) -> bool {
-        self.is_busy() && (self.has_mirrors() || self.allowance.is_some())
+        self.is_busy() && (self.may_have_mirrors() || self.allowance.is_some())
     }
 
     /// True if the load may receive more than these bytes now.
@@ -555,6 +611,7 @@ impl MirrorChoice {
                 mirror.meter.pass(now, mirror.bytes > 0);
                 mirror.meter.add(bytes);
                 mirror.heard = now;
+                mirror.is_tried &= bytes == 0;
                 mirror.bytes -= mirror.asked.remove(&ticket).map_or(0, |(_, len)| len);
             }
         }

@@ -218,9 +218,13 @@ impl Objects for MirroredObjects {
             return Err(internal("a mirrored store has one source; please report this"));
         };
         let link = |(address, objects): &(String, Arc<dyn Objects>)| -> Result<MirrorLink> {
-            let mut sources = objects.clone().sources(request)?;
-            let none = || internal("a mirror has no source; please report this");
-            Ok(MirrorLink::new(sources.pop().ok_or_else(none)?.source, address.clone()))
+            let (objects, request) = (objects.clone(), request.clone());
+            let make = move || {
+                let mut sources = objects.clone().sources(&request)?;
+                let none = || internal("a mirror has no source; please report this");
+                Ok(sources.pop().ok_or_else(none)?.source)
+            };
+            MirrorLink::new(Box::new(make), address.clone())
         };
         let links = self.mirrors.iter().map(link).collect::<Result<Vec<_>>>()?;
         let source = MirrorSource::new(

@@ -1,7 +1,7 @@
 //! The source over a server's and those of its mirrors. [`MirrorChoice`] says who is asked for a read.
 //!
-//! A mirror that fails, or brings nothing, is left for the rest of the load. Its reads are asked of others. Bytes that it had
-//! brought of them are brought again.
+//! A mirror that fails, or brings nothing, is left for a while. Its reads are asked of others. Bytes that it had brought of them are
+//! brought again. When it comes back it has new connections. One that gives other bytes than it says, or refuses, is left for good.
 
 use super::choice::{Giver, MirrorChoice, Mirrored, ReadKey, ReadSize};
 use super::names::board_size;
@@ -36,19 +36,26 @@ impl BoardMemory {
     }
 }
 
+/// Makes a source of a mirror.
+pub(super) type MakeLink = Box<dyn Fn() -> Result<Box<dyn Source>> + Send>;
+
 /// A mirror of a load.
 pub(super) struct MirrorLink {
     source: Box<dyn Source>,
+    make: MakeLink,
     address: String,
     /// Looks that are under way: where each puts its bits.
     coming: HashMap<u32, Arc<BoardMemory>>,
     /// A look failed, and this was told.
     is_told: bool,
+    /// It was left, and this was told.
+    is_left_told: bool,
 }
 
 impl MirrorLink {
-    pub(super) fn new(source: Box<dyn Source>, address: String) -> MirrorLink {
-        MirrorLink { source, address, coming: HashMap::new(), is_told: false }
+    pub(super) fn new(make: MakeLink, address: String) -> Result<MirrorLink> {
+        let coming = HashMap::new();
+        Ok(MirrorLink { source: make()?, make, address, coming, is_told: false, is_left_told: false })
     }
 
     /// Begins a look at the board of a file. False: there was no room for it.
@@ -183,7 +190,10 @@ impl MirrorSource {
         }
         let now = self.now();
         for number in self.choice.late(now) {
-            self.leave(number, "it brought nothing for 3 s");
+            self.leave_for_now(number, "it brought nothing for 3 s");
+        }
+        for number in self.choice.returning(now) {
+            self.bring_back(number, now);
         }
         for (number, file) in self.choice.looks(now) {
             let (files, object) = (self.objects.len() as u32, self.objects[file as usize]);
@@ -222,12 +232,43 @@ impl MirrorSource {
         self.sent.insert(ticket, SentRead { of, file, offset, len, need, lane, into, keep, written });
     }
 
-    /// Leaves a mirror. Its reads come back from its source, and are asked of others.
+    /// Leaves a mirror for the rest of the load. Its reads come back from its source, and are asked of others.
     fn leave(&mut self, number: usize, why: &str) {
         if self.choice.leave(number) {
-            self.mirrors[number].source.cancel();
-            self.resting.begin(number);
+            self.ends(number, why);
+        }
+    }
+
+    /// The same for a while.
+    fn leave_for_now(&mut self, number: usize, why: &str) {
+        let now = self.now();
+        if self.choice.leave_for_now(number, now) {
+            self.ends(number, why);
+        }
+    }
+
+    fn ends(&mut self, number: usize, why: &str) {
+        self.mirrors[number].source.cancel();
+        self.resting.begin(number);
+        if !std::mem::replace(&mut self.mirrors[number].is_left_told, true) {
             self.tell(number, why);
+        }
+    }
+
+    /// Gives a mirror that was left new connections, and asks it again. What it was asked for before has ended.
+    fn bring_back(&mut self, number: usize, now: Duration) {
+        let link = &mut self.mirrors[number];
+        if link.source.in_flight() > 0 {
+            return;
+        }
+        let made = (link.make)().and_then(|source| watch(&self.wake, source.wake()).map(|()| source));
+        self.choice.comes_back(number, now);
+        match made {
+            Ok(source) => {
+                link.source = source;
+                link.coming.clear();
+            }
+            Err(e) => self.leave_for_now(number, &e.to_string()),
         }
     }
 
@@ -323,18 +364,14 @@ impl MirrorSource {
         self.choice.ended(done.ticket, of, brought, self.now());
         match of {
             Giver::Mirror(number) if !self.cancelled => {
-                let why = match &done.result {
-                    Ok(_) if self.is_right(number, &sent) => None,
-                    Ok(_) => Some("a block does not have the checksum that it said".to_owned()),
-                    Err(e) => Some(e.to_string()),
-                };
-                match why {
-                    None => self.has_ended(Done { lane: Lane::MIRROR, ..done }),
-                    Some(why) => {
-                        self.leave(number, &why);
-                        self.ask_others(done.ticket, sent);
+                match &done.result {
+                    Ok(_) if self.is_right(number, &sent) => {
+                        return self.has_ended(Done { lane: Lane::MIRROR, ..done });
                     }
+                    Ok(_) => self.leave(number, "a block does not have the checksum that it said"),
+                    Err(e) => self.leave_for_now(number, &e.to_string()),
                 }
+                self.ask_others(done.ticket, sent);
             }
             _ => self.has_ended(done),
         }
@@ -380,7 +417,7 @@ impl Source for MirrorSource {
         heard.drain(..).for_each(|event| self.hear(event, Giver::Server));
         for number in 0..self.mirrors.len() {
             if let Err(e) = self.mirrors[number].source.poll(&mut heard) {
-                self.leave(number, &e.to_string());
+                self.leave_for_now(number, &e.to_string());
             }
             heard.drain(..).for_each(|event| self.hear(event, Giver::Mirror(number)));
         }
