@@ -62,7 +62,7 @@ fn count_of(beats: Option<&Beats>, process: u32) -> u32 {
 
 /// The first bytes of a location, which this process asks for, or another one.
 #[derive(Debug)]
-pub(super) struct Asking {
+pub(super) struct AskingTurn {
     folder: Arc<CacheFolder>,
     marker: File,
     first: u64,
@@ -70,19 +70,19 @@ pub(super) struct Asking {
     process: u32,
 }
 
-impl Asking {
+impl AskingTurn {
     /// Claims the first bytes of a location, unless another one has.
     ///
     /// # Errors
     /// The marker cannot be locked.
-    pub(super) fn begin(folder: &Arc<CacheFolder>, key: &CacheKey) -> Result<Asking> {
+    pub(super) fn begin(folder: &Arc<CacheFolder>, key: &CacheKey) -> Result<AskingTurn> {
         let at = || folder.root.path().join(MARKER);
         let gone = || Error::new(ErrorKind::NotFound, "the marker of the disk cache is gone").at(at());
         let (marker, ..) = folder.root.open(MARKER, true)?.ok_or_else(gone)?;
         let first = asking_byte(&key.name());
         let bytes = first..first + 1 + u64::from(own_process());
         let is_ours = try_lock(&marker, LockKind::Exclusive, bytes).map_err(|e| Error::io("lock", &e).at(at()))?;
-        Ok(Asking { folder: folder.clone(), marker, first, is_ours, process: std::process::id() })
+        Ok(AskingTurn { folder: folder.clone(), marker, first, is_ours, process: std::process::id() })
     }
 
     /// True if this process is to ask.
@@ -108,7 +108,7 @@ impl Asking {
     }
 }
 
-impl Drop for Asking {
+impl Drop for AskingTurn {
     fn drop(&mut self) {
         if self.is_ours && self.process == std::process::id() {
             unlock_all(&self.marker);

@@ -34,10 +34,10 @@ pub(super) struct OnDemandFile {
 }
 
 /// Files that are open, in the order of their opening. Not loom's lock: no model has a cache.
-type OpenFiles = std::sync::Mutex<VecDeque<Weak<OnDemandFile>>>;
+type OpenOnDemand = std::sync::Mutex<VecDeque<Weak<OnDemandFile>>>;
 
 /// The files that this process has opened. A forked child has its own: its parent may have held the lock when it forked.
-static OPEN: PerProcess<OpenFiles> = PerProcess::new();
+static OPEN: PerProcess<OpenOnDemand> = PerProcess::new();
 
 impl OnDemandFile {
     /// This open file.

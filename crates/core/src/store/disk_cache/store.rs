@@ -4,7 +4,7 @@
 //! An object that the cache has whole is, for a load, a file of this machine: mapped, or read in any way that its disk
 //! allows. One that it has in part has two lanes.
 
-use super::asking::{comes, Asking, OwnClaims};
+use super::asking::{comes, AskingTurn, OwnClaims};
 use super::cached_file::CachedFile;
 use super::crew::{BlockBytes, CacheCrew};
 use super::entry::own_process;
@@ -294,7 +294,7 @@ impl Store for CachedStore {
         let is_had = |known: &Option<(String, u64)>| known.as_ref().is_some_and(|known| known.1 > 0 && has(known));
         let asking = match !is_had(&known) && first >= BLOCK && folder.is_writable() {
             // Where nobody can claim it, each asks for itself.
-            true => Asking::begin(&folder, &key).ok(),
+            true => AskingTurn::begin(&folder, &key).ok(),
             false => None,
         };
         // The one that asked before may have ended since.
@@ -323,7 +323,7 @@ impl Store for CachedStore {
             let _not_noted = folder.note(&key, version, head.size);
         }
         if head.bytes.len() as u64 != first.min(head.size) {
-            others.map_or(Ok(()), Asking::wait)?;
+            others.map_or(Ok(()), AskingTurn::wait)?;
             return self.head_of(at, found, first);
         }
         if head.bytes.len() as u64 >= BLOCK.min(head.size) && head.size > 0 {

@@ -1,6 +1,6 @@
 //! The files of the disk cache: on their own, beside other processes, and after faults.
 
-use super::asking::Asking;
+use super::asking::AskingTurn;
 use super::*;
 use crate::error::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -263,7 +263,7 @@ fn a_block_that_is_made_missing_beside_a_sync_stays_so() {
 #[test]
 fn one_of_those_that_want_a_location_asks_and_the_others_wait_until_it_has_ended_or_is_silent() {
     let (_folder, cache) = cache();
-    let begin = |name: &str| Asking::begin(&cache, &key(name)).unwrap();
+    let begin = |name: &str| AskingTurn::begin(&cache, &key(name)).unwrap();
     let (one, other, elsewhere) = (begin("a"), begin("a"), begin("b"));
     assert_eq!((one.is_ours(), other.is_ours(), elsewhere.is_ours()), (true, false, true));
     let is_over = AtomicBool::new(false);

@@ -247,7 +247,7 @@ fn damaged() -> (TempDir, Arc<CacheFolder>, Arc<CacheEntry>, HubPlace, PathBuf) 
     lay(&place, &entry).unwrap();
     let file = fs::File::options().write(true).open(entry.data_path()).unwrap();
     std::os::unix::fs::FileExt::write_all_at(&file, b"?", BLOCK + 5).unwrap();
-    assert_eq!(entry.verify_run(0..3, true).unwrap().1, [BLOCK..2 * BLOCK]);
+    assert_eq!(entry.verify_run(0..3, true).unwrap().1, std::slice::from_ref(&(BLOCK..2 * BLOCK)));
     (folder, cache, entry, place, pointer(&hub, COMMIT))
 }
 
