@@ -90,6 +90,7 @@ fn a_child_plays_its_role() {
                     leave_to_parent();
                     refuses_all(&entry);
                 }
+                std::fs::write(folder.with_extension("refused"), "").unwrap();
                 drop(entry);
                 wait_forever();
             }
@@ -101,22 +102,15 @@ fn a_child_plays_its_role() {
             let cache = open();
             let entry = cache.find_or_make(&key("model"), "v", SIZE).unwrap();
             entry.claim_run(3..9).unwrap();
-            // SAFETY: the child uses a folder of its own, and ends.
-            let forked = while_locked(|| while_listed(|| unsafe { libc::fork() }));
-            if forked == 0 {
-                // SAFETY: a plain system call.
-                unsafe { libc::alarm(20) };
-                leave_to_parent();
-                let own = CacheFolder::open(&settings(&folder)).unwrap();
-                let again = own.find(&key("model"), "v", SIZE).unwrap().unwrap();
-                assert_eq!(again.claim(1).unwrap(), BlockState::Claimed(again.number()));
-                // The parent's claims are another's here.
-                assert_eq!(again.claim(3).unwrap(), BlockState::Claimed(entry.number()));
-                again.write(1, &block(&again, 1)).unwrap();
-                drop(again);
-                // SAFETY: a plain system call.
-                unsafe { libc::_exit(17) };
-            }
+            let forks = || {
+                // SAFETY: the child opens the cache by itself, and ends.
+                let forked = unsafe { libc::fork() };
+                if forked == 0 {
+                    uses_its_own(&folder, &entry);
+                }
+                forked
+            };
+            let forked = while_locked(|| while_listed(forks));
             let mut status = 0;
             // SAFETY: one number is written.
             assert_eq!(unsafe { libc::waitpid(forked, &raw mut status, 0) }, forked);
@@ -217,6 +211,22 @@ fn a_child_plays_its_role() {
         role => access::play(role, &folder, &words[2..]),
     }
     played();
+}
+
+/// A forked child opens the cache by itself, and ends.
+fn uses_its_own(folder: &Path, parents: &CacheEntry) -> ! {
+    // SAFETY: a plain system call.
+    unsafe { libc::alarm(20) };
+    leave_to_parent();
+    let own = CacheFolder::open(&settings(folder)).unwrap();
+    let again = own.find(&key("model"), "v", SIZE).unwrap().unwrap();
+    assert_eq!(again.claim(1).unwrap(), BlockState::Claimed(again.number()));
+    // The parent's claims are another's here.
+    assert_eq!(again.claim(3).unwrap(), BlockState::Claimed(parents.number()));
+    again.write(1, &block(&again, 1)).unwrap();
+    drop(again);
+    // SAFETY: a plain system call.
+    unsafe { libc::_exit(17) }
 }
 
 /// A forked child cannot use its parent's entry, and changes nothing of it.
@@ -436,6 +446,9 @@ fn a_forked_child_keeps_the_locks_of_a_killed_parent_unless_it_leaves_them() {
         let (_folder, cache) = cache();
         let mut parent = child(role, cache.path(), &[word]);
         let forked = said(&mut parent, "forked ");
+        if role == "forks" {
+            until(|| cache.path().with_extension("refused").exists());
+        }
         let entry = cache.find(&key("model"), "v", SIZE).unwrap().unwrap();
         assert!(matches!(entry.state(4).unwrap(), BlockState::Claimed(_)), "{role} {word}: the parent holds it");
         if !stays {
