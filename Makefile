@@ -45,7 +45,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-quick bench-web bench-cache bench-nodes netbench peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-upload bench-quick bench-web bench-cache bench-nodes netbench versitygw peers wheel versions aarch64 deny clean
 .PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem power-loss power-loss-mutant drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers runai-examples engines-versions nodes ray pod pod-v2 recipes
 
 help:
@@ -73,6 +73,7 @@ help:
 	@echo "make replay  what tensor-parallel ranks read of Llama-3-8B, Qwen3-30B-A3B and DeepSeek-R1: counts (15 minutes)"
 	@echo "make bench-one-by-one  tensors and slices one at a time, over FUSE and out of the page cache, beside safetensors (two minutes; as root)"
 	@echo "make bench-save  saving beside safetensors and the raw rate of the disk (a minute or two)"
+	@echo "make bench-upload  saving to a bucket beside a file and boto3, and beside a bare loop of parts (ten minutes; needs Go)"
 	@echo "make wheel   the wheel, manylinux_2_28, into dist/"
 	@echo "make aarch64 the wheel for aarch64, built here, and the Rust tests of the pure parts under qemu, where that is installed"
 	@echo "make release  wheels for x86_64 and aarch64, penstock-patch, sdist, bill of materials, licences and digests, of HEAD, into dist/"
@@ -184,10 +185,11 @@ netbench:
 	@if command -v go >/dev/null; then cd benches/go && go build -o $(TARGET)/release/netbench-go .; \
 	else echo "there is no go here: its client and the downloads are left out"; fi
 
-# From a web server on this machine, and over links that are slower than it is (as root: network namespaces).
+# From a web server on this machine, and over links that are slower than it is (as root: network namespaces). Saves to a bucket
+# take part if `make versitygw` has built their server.
 WEB_SIZE ?= 1e9
 bench-web: peers netbench
-	$(BENCH_VENV)/bin/python -m penstock.cli bench --preset anyscale-model-loader --size $(WEB_SIZE) --no-traces \
+	PATH="$(SERVERS):$$PATH" $(BENCH_VENV)/bin/python -m penstock.cli bench --preset anyscale-model-loader --size $(WEB_SIZE) --no-traces \
 		--tools $(TARGET)/release --json .bench/web.json $(BENCH)
 	$(BENCH_VENV)/bin/python benches/links.py .bench/links --tools $(TARGET)/release --json .bench/links.json
 
@@ -204,6 +206,12 @@ bench-nodes: develop netbench
 FOLDER ?= $(CURDIR)/.bench/saved
 bench-save: peers
 	$(BENCH_VENV)/bin/python benches/save.py $(FOLDER) --json .bench/save.json $(BENCH)
+
+# Saves to a bucket of versitygw on this machine, which keeps objects in memory and on a disk. UPLOAD_DISK: a folder there.
+UPLOAD_DISK ?= $(CURDIR)/.bench/upload
+bench-upload: peers versitygw
+	mkdir -p $(UPLOAD_DISK)
+	$(BENCH_VENV)/bin/python benches/upload.py /dev/shm $(UPLOAD_DISK) --disk $(UPLOAD_DISK) --tools $(SERVERS) --json .bench/upload.json $(BENCH)
 
 # Tensors and slices asked for one at a time, over FUSE (as root) and out of the page cache, beside safetensors.
 bench-one-by-one: develop
@@ -459,12 +467,13 @@ VERSITYGW := github.com/versity/versitygw/cmd/versitygw@v1.8.0
 FAKE_GCS := github.com/fsouza/fake-gcs-server@v1.56.1
 AZURITE := azurite@3.37.0
 SERVERS := $(CURDIR)/.servers
-test-servers: develop
+versitygw:
 	test -x $(SERVERS)/versitygw || GOBIN=$(SERVERS) go install $(VERSITYGW)
+test-servers: develop versitygw
 	test -x $(SERVERS)/fake-gcs-server || GOBIN=$(SERVERS) go install $(FAKE_GCS)
 	test -e $(SERVERS)/azurite/node_modules/.bin/azurite-blob || npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(SERVERS)/azurite $(AZURITE)
 	test -x $(SERVERS)/clients/bin/aws || { $(RUN) -m venv $(SERVERS)/clients && $(SERVERS)/clients/bin/python -m pip install --disable-pip-version-check --quiet boto3 awscli; }
-	PENSTOCK_TEST_SERVERS=$(SERVERS) PENSTOCK_TEST_BUSY=1 PENSTOCK_TEST_WHOLE=1 $(RUN) -m pytest --durations=5 tests/servers tests/test_busy_server.py
+	PENSTOCK_TEST_SERVERS=$(SERVERS) PENSTOCK_TEST_FAKEGPU=$(wildcard $(TARGET)/debug/libfakegpu.so) PENSTOCK_TEST_BUSY=1 PENSTOCK_TEST_WHOLE=1 $(RUN) -m pytest --durations=5 tests/servers tests/test_busy_server.py
 
 # The examples and tests of the Run:ai model streamer, on its interface here. RUNAI is a checkout of the commit that
 # tools/runai_examples.py names; nothing of it is kept. Those with buckets run if `make test-servers` has built the servers.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -76,6 +76,13 @@ class Bucket:
         #: Pages of listings
         self.listings = 0
         self.lock = threading.Lock()
+
+    def body_of(self, connection: BinaryIO, length: int) -> bytes:
+        """The body of a request. One that is cut short is no request."""
+        body = connection.read(length)
+        if len(body) < length:
+            raise ConnectionResetError
+        return body
 
     def received(self, method: str, target: str, fields: Mapping[str, str], body: bytes) -> Answer:
         """The answer to a request with this body."""
@@ -190,7 +197,7 @@ def serving(bucket: B, address: tuple[str, int] = ("127.0.0.1", 0), tls: ssl.SSL
 
         def do_GET(self) -> None:
             fields = {name.lower(): value for name, value in self.headers.items()}
-            body = self.rfile.read(int(fields.get("content-length", 0)))
+            body = bucket.body_of(self.rfile, int(fields.get("content-length", 0)))
             bucket.body = body or bucket.body
             status, about, told = bucket.received(self.command, self.path, fields, body)
             self.send_response(status)

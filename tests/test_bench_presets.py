@@ -92,8 +92,8 @@ def test_blocks_are_blocks_and_no_bounce_buffer(monkeypatch):
 def test_second_starts_stand_beside_stock_ones_and_no_published_row():
     preset = presets.PRESETS["anyscale-model-loader"]
     table = presets.published(preset.name)
-    assert preset.scenarios == ("bucket", "bucket-tls", "bucket-second")
-    assert not any(row["scenario"] == "bucket-second" for row in table["rows"])
+    assert preset.scenarios == ("bucket", "bucket-tls", "bucket-second", "bucket-upload")
+    assert not any(row["scenario"] in ("bucket-second", "bucket-upload") for row in table["rows"])
     assert any("no published figure of a second start" in reason for reason in table["not_comparable"])
     names = {name for _, scenario, name in preset.beside() if scenario == "bucket-second"}
     assert {"boto3 to disk once, safetensors", "urllib to disk once, penstock"} <= names
@@ -101,6 +101,18 @@ def test_second_starts_stand_beside_stock_ones_and_no_published_row():
     assert {one.name for one in bench.entrants(SCENARIOS["bucket-second"], "x")} == {*names, "penstock url, disk cache"}
     for name in preset.quick():
         assert "bucket-second" in preset.quick()[name]
+
+
+def test_saves_to_a_bucket_stand_beside_a_file_and_boto3():
+    preset = presets.PRESETS["anyscale-model-loader"]
+    assert any("no published figure of a save" in reason for reason in presets.published(preset.name)["not_comparable"])
+    stock = {"safetensors to disk, boto3", "safetensors to memory, boto3"}
+    assert {name for _, scenario, name in preset.beside() if scenario == "bucket-upload"} == stock
+    for device in ("cpu", "cuda:0"):
+        bench = Bench(Settings(rounds=1, folders=[], device=device, preset=preset.name), Forkserver())
+        assert {one.name for one in bench.entrants(SCENARIOS["bucket-upload"], "x")} == {*stock, "penstock save"}
+        assert bench.measures(SCENARIOS["bucket-upload"], bench.entrants(SCENARIOS["bucket-upload"], "x")) == []
+    assert all("bucket-upload" in scenarios for scenarios in preset.quick().values())
 
 
 # Quick runs

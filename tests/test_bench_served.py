@@ -157,6 +157,8 @@ def test_the_benchmark_compares_loads_from_a_server(tmp_path: Path):
         assert row["times"] == [row["stock_s"] / row["ours_s"]] * 3
         assert f"| {row['state']} | {row['stock']} |" in done.stdout
     assert not list((tmp_path / ".bench").rglob("penstock-kept-*")), "what was kept is gone"
+    if not (shutil.which("versitygw", path=TOOLS) or shutil.which("versitygw")):
+        assert "make versitygw" in found["absent"]["scenario bucket-upload"]
 
 
 def second(nbytes: int, resident: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
@@ -237,6 +239,29 @@ def test_bounds_of_a_second_start():
         "times as fast as boto3 to disk once, safetensors": (1.5, True),
         "time by that of downloaded files, without the time of opening": (1.1, False),
     }
+
+
+def test_bounds_of_saves_to_a_bucket():
+    def row(name: str, seconds: float, kind: str) -> dict[str, object]:
+        return {"checkpoint": "x", "scenario": "bucket-upload", "contestant": name, "kind": kind, "median_s": seconds}
+
+    rows = [row("penstock save", 1.0, "penstock"), row("safetensors to disk, boto3", 1.25, "rival")]
+    [found] = bounds.bounds(rows, judged=True)
+    assert found["claim"] == "bucket-upload: times as fast as safetensors to disk, boto3"
+    assert (found["value"], found["bound"], found["holds"]) == (1.25, 1.3, False)
+
+
+def test_saves_are_a_state_of_their_own():
+    def run(name: str, number: int, seconds: float, taken: int) -> dict[str, object]:
+        about = {"checkpoint": "x", "scenario": "bucket-upload", "contestant": name, "round": number}
+        return about | {"seconds": seconds, "taken_bytes": taken}
+
+    runs = [run("safetensors to disk, boto3", number, 3.0, 100) for number in range(3)]
+    runs += [run("penstock save", number, 1.5 + number, 104) for number in range(3)]
+    [found] = starts.states(runs)
+    assert (found["state"], found["stock_served"], found["ours_served"]) == ("save to the bucket", 100, 104)
+    assert found["times"] == [1.2, 3.0 / 3.5, 2.0]
+    assert "| save to the bucket | safetensors to disk, boto3 |" in "\n".join(starts.table([found]))
 
 
 def test_bounds_of_loads_from_a_server():

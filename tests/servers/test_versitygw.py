@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import certificates
+import fakegpu
 import numpy as np
 import object_stores as stores
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
 from penstock import _core
+from readers_beside_saves import each_read_is_one_version
+from saving_costs import MIB, bounded, saved
 from versitygw import SECRET, Server
 
 torch = pytest.importorskip("torch")
@@ -147,3 +151,22 @@ def test_what_is_saved_comes_back(server, tmp_path):
     stores.what_is_saved_comes_back(
         "s3://models/saved", server.storage(), tmp_path, lambda name: (data / name).read_bytes()
     )
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("saves", [20, 200])
+def test_each_read_beside_saves_is_one_version_or_says_that_it_changed(server, saves):
+    found = each_read_is_one_version(f"s3://models/read {saves}", server.storage(), saves)
+    assert found["whole"] >= saves / 20, found
+
+
+@pytest.mark.parametrize("kind", ["in order", "packed", "gpu"])
+def test_a_save_takes_staging_memory_and_little_more(server, tmp_path, kind):
+    if kind == "gpu" and not fakegpu.LIBRARY:
+        pytest.skip(fakegpu.NO_LIBRARY)
+    try:
+        found = saved(kind, "s3://models/memory", server.storage(), {}, tmp_path)
+        assert found["file_bytes"] == (server.data / "models/memory/model.safetensors").stat().st_size
+        bounded(found, 256 * MIB)
+    finally:
+        shutil.rmtree(server.data / "models/memory", ignore_errors=True)

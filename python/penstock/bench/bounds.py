@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .scenarios import BUCKET, COLD, SECOND
+from .scenarios import BUCKET, COLD, SECOND, UPLOAD
 
 Row = dict[str, Any]
 
@@ -80,6 +80,9 @@ def bounds(rows: list[Row], judged: bool) -> list[Row]:
         for scenario in BUCKET:
             _served(checkpoint, scenario, table, judge)
         _second(checkpoint, table, judge)
+        for row in [row for row in table.values() if row["kind"] == "rival"]:
+            claim = f"{UPLOAD}: times as fast as {row['contestant']}"
+            beside(checkpoint, UPLOAD, "penstock save", row["contestant"], claim, 1.3)
 
     small = table.get(("minilm", "latency", "penstock"))
     if small and "later_s" in small:

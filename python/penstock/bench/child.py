@@ -45,6 +45,9 @@ class Order:
     tools: str | None = None
     #: The folder of a first start and a second one.
     kept: str | None = None
+    #: Penstock's `storage` for a bucket that takes the tensors, and the folder that has its objects as files.
+    bucket: dict[str, Any] | None = None
+    objects: str | None = None
     dtype: str | None = None
     trace: str | None = None
     #: Bytes of memory that the process uses and frees before each load, as the bare receive loop does before its own.
@@ -72,6 +75,24 @@ def touched_parameters(files: list[Path], device: str) -> State:
     for tensor in made.values():
         tensor.fill_(0)
     return made
+
+
+def filled_parameters(files: list[Path], device: str) -> State:
+    """The tensors of a checkpoint, read without any loader."""
+    import torch
+
+    made: State = {}
+    for entry in reference.entries_of(files).values():
+        flat = torch.from_numpy(reference.raw(entry)) if entry.nbytes else torch.empty(0, dtype=torch.uint8)
+        made[entry.name] = flat.view(torch_dtype(entry.dtype)).reshape(entry.shape).to(device)
+    return made
+
+
+def parameters_of(order: Order, files: list[Path]) -> State:
+    """The tensors that are there before the clock runs."""
+    if order.bucket is not None:
+        return filled_parameters(files, order.device)
+    return touched_parameters(files, order.device) if order.into else {}
 
 
 def gathered(loaded: Mapping[str, Any] | Iterator[tuple[str, Any]]) -> tuple[State, float]:
@@ -132,12 +153,13 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
         files=[Path(path) for path in order.files],
         folder=None if order.folder is None else Path(order.folder),
         device=order.device,
-        parameters=touched_parameters(compared, order.device) if order.into else {},
+        parameters=parameters_of(order, compared),
         dtype=order.dtype,
         trace=order.trace,
         urls=order.urls,
         tools=None if order.tools is None else Path(order.tools),
         kept=None if order.kept is None else Path(order.kept),
+        bucket=order.bucket,
     )
     torch.ones(1 << 22).clone()  # starts torch's threads, which are no part of a load
     torch.zeros(1, device=order.device)
@@ -155,6 +177,8 @@ def serve(order: Order, hear: Callable[[], str], say: Callable[[Run], None]) -> 
         told = hear()
         found: Run = {"load": number, "setup_s": setup}
         if told == "verify":
+            if order.objects is not None:
+                state = filled_parameters(sorted(Path(order.objects).glob("*.safetensors")), "cpu")
             found |= verify(state, compared, order.dtype)
         elif told == "settle":
             for wait in job.background:

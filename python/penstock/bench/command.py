@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 3
 #: Penstock as it comes, in a quick run of a published table.
-PLAIN = ("penstock", "penstock copy", "penstock url", "penstock url, disk cache")
+PLAIN = ("penstock", "penstock copy", "penstock url", "penstock url, disk cache", "penstock save")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--loads", type=int, default=0, metavar="N", help="loads in one process, to measure latencies (default: 50)")
     tools = "folder of netbench and netbench-go, for the scenarios bucket (default: PATH); `make netbench` builds them"
+    tools += ", and `make versitygw` the server of bucket-upload, which may be on the PATH too"
     add("--tools", type=Path, metavar="FOLDER", help=tools)
     link = "the link model of the scenarios bucket, such as rate-per-connection=8e6 or first-byte=50; may be repeated"
     add("--link", action="append", default=[], metavar="OPTION=VALUE", help=link)

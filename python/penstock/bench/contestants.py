@@ -20,6 +20,8 @@ from typing import Any
 from . import reference
 from .job import Job, Pairs, State, Tensors
 from .scenarios import COLD
+from .uploads import by_penstock as penstock_save
+from .uploads import uploaded
 from .verification import torch_dtype
 from .web_loads import (
     by_boto3,
@@ -41,7 +43,8 @@ class Contestant:
     `semantics` says where its tensors lie: `any` (where it likes: a mapping of the file counts), `private` (memory of
     their own), `into` (parameters that existed before). `served`: it fetches from a web server into memory
     of its own; `served into`: into parameters that existed before. `kept`: the first start fetches from a web server
-    and leaves something on the disk, and the second one takes that; its tensors lie where the loader likes.
+    and leaves something on the disk, and the second one takes that; its tensors lie where the loader likes. `sent`: it
+    loads nothing, and saves tensors that existed before to a bucket.
     """
 
     name: str
@@ -427,6 +430,11 @@ CONTESTANTS: list[Contestant] = [
         for tool, module, download in (
             ("urllib", "safetensors", by_urllib), ("go", "safetensors", by_go), ("boto3", "boto3", by_boto3)
         )
+    ),
+    _ours("penstock save", penstock_save, "sent"),
+    *(
+        Contestant(f"safetensors to {name}, boto3", "boto3", uploaded(folder), "sent")
+        for name, folder in (("disk", None), ("memory", "/dev/shm"))
     ),
     Contestant("runai streamer s3", "runai_model_streamer_s3", runai_streamer_s3, "served"),
     Contestant(

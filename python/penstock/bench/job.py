@@ -30,6 +30,8 @@ class Job:
     #: Where a web server has the files, if one does; the folder with the programs that fetch them.
     urls: list[str] = field(default_factory=list)
     tools: Path | None = None
+    #: Penstock's `storage` for a bucket that takes the parameters, if the scenario has one.
+    bucket: dict[str, Any] | None = None
     #: A folder on the checkpoint's disk that a first start leaves to a second one, if the scenario has two.
     kept: Path | None = None
     #: Waits for what the loader still does in the background after the load, and tells of it.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import starts
-from .scenarios import BUCKET, SECOND
+from .scenarios import BUCKET, SECOND, UPLOAD
 
 GIB = 2**30
 #: The share of a folder's free space for all checkpoints of a preset. Those of torch.load come on top.
@@ -37,15 +37,15 @@ class Preset:
     contestants: tuple[str, ...] = ()
 
     def beside(self) -> set[tuple[str, str, str]]:
-        """Checkpoint, scenario and contestant of every published row, and of second starts.
+        """Checkpoint, scenario and contestant of every published row, and of second starts and saves.
 
         On a CPU `private` may stand for `warm`.
         """
         rows = [row for row in published(self.name)["rows"] if row["contestant"] is not None]
         found = {(row["checkpoint"], row["scenario"], row["contestant"]) for row in rows}
-        if SECOND in self.scenarios:  # nothing is published of second starts: they stand beside stock ones
-            stock = {state.stock for state in starts.STATES if state.scenario == SECOND}
-            found |= {(model, SECOND, name) for model in self.models for name in stock}
+        for one in {SECOND, UPLOAD} & set(self.scenarios):  # nothing is published: they stand beside stock ones
+            stock = {state.stock for state in starts.STATES if state.scenario == one}
+            found |= {(model, one, name) for model in self.models for name in stock}
         return found | {(model, "private", name) for model, scenario, name in found if scenario == "warm"}
 
     def quick(self) -> dict[str, tuple[str, ...]]:
@@ -91,9 +91,9 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "anyscale-model-loader",
-            "Llama-2-70B from a web server, plain and with TLS, and its second start from the disk",
+            "Llama-2-70B from a web server, plain and with TLS, its second start from the disk, and back to a bucket",
             ("llama-2-70b",),
-            (*BUCKET, SECOND),
+            (*BUCKET, SECOND, UPLOAD),
         ),
         Preset(
             "io-uring-study",

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from .. import _ceiling
 from ..synthetic.synth import Layout
 from . import ceilings, predecessor
+from .bucket import BucketServer
 from .checkpoints import NoRoom, Placed, in_memory, place
 from .child import Order
 from .contestants import CONTESTANTS, Contestant
@@ -100,6 +101,8 @@ class Bench:
     _made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     #: The web server of a scenario that has one.
     _served: Served | None = None
+    #: The bucket of a scenario that has one.
+    _bucket: BucketServer | None = None
     _begun: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -128,6 +131,9 @@ class Bench:
                 if scenario.tmpfs:
                     with in_memory(placed) as there:
                         self.scenario(scenario, there, best)
+                elif scenario.takes:
+                    with self.taking(placed):
+                        self.scenario(scenario, placed, best)
                 elif scenario.served:
                     with self.serving(scenario, placed):
                         self.scenario(scenario, placed, best)
@@ -149,6 +155,15 @@ class Bench:
                 yield
             finally:
                 self._served = None
+
+    @contextlib.contextmanager
+    def taking(self, placed: Placed) -> Iterator[None]:
+        """A bucket on the disk of the checkpoint, while the context is open."""
+        with BucketServer(placed.files[0].parent, self.settings.tools) as self._bucket:
+            try:
+                yield
+            finally:
+                self._bucket = None
 
     # What is compared
 
@@ -263,7 +278,7 @@ class Bench:
                     continue
                 for run in runs:
                     self.record(run | about | {"round": number})
-        if self.settings.traces:
+        if self.settings.traces and not scenario.takes:
             self.trace(next((one for one in main if not one.rival), None), scenario, placed)
 
     # One turn
@@ -346,7 +361,8 @@ class Bench:
         return {f"served_{name}": now[name] - before[name] for name in ("bytes", "requests", "connections", "stalled")}
 
     def process(self, contestant: Contestant, order: Order, placed: Placed) -> LoadProcess:
-        more = self._served.environment if self._served is not None else {}
+        there = self._served or self._bucket
+        more = there.environment if there is not None else {}
         return LoadProcess(self.server, order, more | contestant.environment, placed.nbytes)
 
     def loads(
@@ -381,6 +397,8 @@ class Bench:
                             loaded = [process.hear() for process in processes]
                     found["cache_left"] = resident_bytes(files)
                     found |= self.served_since(counted)
+                    if self._bucket is not None:
+                        found["taken_bytes"] = sum(path.stat().st_size for path in self._bucket.files())
                     for process in processes:
                         process.say("verify")
                     verified = [process.hear() for process in processes]
@@ -393,6 +411,9 @@ class Bench:
         except (LoadFailed, predecessor.PredecessorFailed) as error:
             why = " (killed: the memory of its control group was used up)" if scenario.limited else ""
             return [*runs, found | {"error": str(error) + (why if str(error).endswith("-9") else "")}]
+        finally:
+            if self._bucket is not None:
+                self._bucket.clear()
         return runs
 
     def loads_of(self, scenario: Scenario) -> int:
@@ -472,6 +493,8 @@ class Bench:
             into=contestant.semantics in ("into", "served into"),
             urls=[] if self._served is None else self._served.urls(placed.files),
             tools=None if self.settings.tools is None else str(self.settings.tools),
+            bucket=None if self._bucket is None else self._bucket.storage,
+            objects=None if self._bucket is None else str(self._bucket.objects),
             dtype=scenario.dtype,
             prepared=self.wanted_memory(placed.nbytes) if scenario.served and not scenario.from_disk else 0,
         )

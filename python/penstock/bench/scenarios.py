@@ -19,6 +19,7 @@
 | `bucket` | full | tensors, private memory, from a web server on this machine with a link model |
 | `bucket-tls` | full | the same with TLS |
 | `bucket-second` | empty (checked) of what a first start from that server has kept on the disk | tensors, any memory |
+| `bucket-upload` | full | nothing: tensors in memory are saved to a bucket on this machine |
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Scenario:
     tmpfs: bool = False
     #: How a web server gives the files: `http` or `https`.
     served: str | None = None
+    #: Whether tensors are saved to a bucket, and not loaded.
+    takes: bool = False
     #: The dtype that tensors are cast to.
     dtype: str | None = None
     #: The process that ends right before each load from the disk.
@@ -85,6 +88,7 @@ SCENARIOS: dict[str, Scenario] = {
         Scenario("bucket", "full", ("served", "served into"), served="http"),
         Scenario("bucket-tls", "full", ("served", "served into"), served="https"),
         Scenario("bucket-second", "kept", ("kept",), served="http"),
+        Scenario("bucket-upload", "full", ("sent",), takes=True),
     )
 }
 
@@ -94,6 +98,8 @@ COLD = ("cold", "cold-freed")
 BUCKET = ("bucket", "bucket-tls")
 #: A second start, where the first one was from a web server.
 SECOND = "bucket-second"
+#: A save to a bucket.
+UPLOAD = "bucket-upload"
 #: The scenarios of every checkpoint.
 CORE = (*COLD, "warm", "private", "load_into")
 
@@ -105,7 +111,7 @@ def chosen(names: Iterable[str]) -> tuple[str, ...]:
 
 def accepts(scenario: Scenario, semantics: str, on_gpu: bool) -> bool:
     """Whether a contestant with these semantics is compared in the scenario."""
-    if on_gpu and semantics not in ("into", "served", "served into", "kept"):
+    if on_gpu and semantics not in ("into", "served", "served into", "kept", "sent"):
         # On a GPU all memory is private: there `warm` compares all loaders.
         return "any" in scenario.semantics
     return semantics in scenario.semantics
@@ -119,7 +125,7 @@ def ceilings(scenario: Scenario, semantics: str, on_gpu: bool) -> tuple[tuple[st
     last = ("host_to_device",) if on_gpu else ()
     if scenario.served and not scenario.from_disk:
         return (("loop touched" if semantics == "served into" else "loop", *last),)
-    if scenario.processes > 1 or scenario.dtype or scenario.cache == "left":
+    if scenario.takes or scenario.processes > 1 or scenario.dtype or scenario.cache == "left":
         return ()
     if scenario.from_disk:
         return (("direct", *last), ("populate", *last))

@@ -1,7 +1,8 @@
 """The starts of a model on a node, state by state: stock, from the server, and from the disk of an earlier start.
 
-Stock is a plain client that downloads to the disk, and a loader that maps the files. Ratios are those of the same
-round; the median and the range of all rounds are given.
+Stock is a plain client that downloads to the disk, and a loader that maps the files. Of a save to a bucket it is a
+file, and a plain client that uploads it. Ratios are those of the same round; the median and the range of all rounds are
+given.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .results import Run
-from .scenarios import SECOND
+from .scenarios import SECOND, UPLOAD
 
 #: The clients that download, the strongest last.
 TOOLS = ("urllib", "boto3", "go")
@@ -24,7 +25,7 @@ class State:
     scenario: str
     #: The time of a run that counts.
     time: str
-    #: The count of a run: bytes that the server has given.
+    #: The count of a run: bytes that the server has given, or taken.
     served: str
     #: Names of contestants.
     stock: str
@@ -46,6 +47,10 @@ STATES = (
     ),
     State("second start", SECOND, "seconds", "served_bytes", "urllib to disk once, penstock",
           "penstock url, disk cache"),
+    *(
+        State("save to the bucket", UPLOAD, "seconds", "taken_bytes", f"safetensors to {where}, boto3", "penstock save")
+        for where in ("disk", "memory")
+    ),
 )  # fmt: skip
 
 
@@ -81,7 +86,8 @@ def table(rows: Iterable[dict[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        "Starts on one node, medians; times as fast by round, median and range; bytes that the server gave:",
+        "Starts on one node, and saves, medians; times as fast by round, median and range; bytes that the server gave "
+        "or took:",
         "",
         "| checkpoint | state | stock | s | served MB | Penstock | s | served MB | times as fast | rounds |",
         f"|{'---|' * 10}",

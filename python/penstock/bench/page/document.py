@@ -35,6 +35,7 @@ SCENARIOS = {
     "bucket": "From a web server on this machine, with a link model if the command has one; into private memory.",
     "bucket-tls": "From a web server on this machine, with TLS; into private memory.",
     "bucket-second": "Kept on the disk by a first start from that server; nothing of it in the page cache.",
+    "bucket-upload": "Tensors in memory are saved to a bucket on this machine; nothing is loaded.",
     "latency": "All of the files in the page cache; many loads in each process.",
 }
 
