@@ -23,7 +23,6 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 from xml.sax.saxutils import escape
 
-SIGNED = "host;x-amz-content-sha256;x-amz-date"
 PAYLOAD = "UNSIGNED-PAYLOAD"
 QUOTED = {'"': "&quot;"}
 
@@ -40,20 +39,25 @@ class Credentials:
     secret: str
     region: str
 
-    def fields(self, method: str, host: str, path: str, query: Mapping[str, str]) -> dict[str, str]:
-        """The fields of a signed request (Signature Version 4)."""
+    def fields(
+        self, method: str, host: str, path: str, query: Mapping[str, str], more: Mapping[str, str]
+    ) -> dict[str, str]:
+        """The fields of a signed request (Signature Version 4), with `more` of them."""
         date = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         scope = f"{date[:8]}/{self.region}/s3/aws4_request"
         pairs = "&".join(f"{quote(name, safe='~')}={quote(query[name], safe='~')}" for name in sorted(query))
-        about = f"host:{host}\nx-amz-content-sha256:{PAYLOAD}\nx-amz-date:{date}\n"
-        request = "\n".join([method, path, pairs, about, SIGNED, PAYLOAD])
+        signed = {"host": host, "x-amz-content-sha256": PAYLOAD, "x-amz-date": date, **more}
+        about = "".join(f"{name}:{signed[name]}\n" for name in sorted(signed))
+        names = ";".join(sorted(signed))
+        request = "\n".join([method, path, pairs, about, names, PAYLOAD])
         text = "\n".join(["AWS4-HMAC-SHA256", date, scope, hashlib.sha256(request.encode()).hexdigest()])
         key = f"AWS4{self.secret}".encode()
         for part in scope.split("/"):
             key = hmac.digest(key, part.encode(), "sha256")
         found = hmac.new(key, text.encode(), "sha256").hexdigest()
-        words = f"Credential={self.key}/{scope}, SignedHeaders={SIGNED}, Signature={found}"
-        return {"x-amz-date": date, "x-amz-content-sha256": PAYLOAD, "Authorization": f"AWS4-HMAC-SHA256 {words}"}
+        words = f"Credential={self.key}/{scope}, SignedHeaders={names}, Signature={found}"
+        del signed["host"]  # http.client says it
+        return {**signed, "Authorization": f"AWS4-HMAC-SHA256 {words}"}
 
 
 class PartLoop:
@@ -95,7 +99,7 @@ class PartLoop:
         Raises:
             Refused: an answer that is an error.
         """
-        fields = self._credentials.fields(method, self._where.netloc, self._path, query) | dict(more or {})
+        fields = self._credentials.fields(method, self._where.netloc, self._path, query, more or {})
         target = "&".join(f"{name}={quote(value, safe='~')}" for name, value in query.items())
         connection.request(method, f"{self._path}?{target}", body, fields)
         answer = connection.getresponse()

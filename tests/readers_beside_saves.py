@@ -88,7 +88,7 @@ class Reads:
 
 @contextmanager
 def reading(place: str, storage: Any) -> Iterator[Reads]:
-    command = [sys.executable, "-c", READER, place, json.dumps(storage), str(TENSORS)]
+    command = [sys.executable, "-c", READER, place, json.dumps(storage, default=str), str(TENSORS)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=dict(os.environ)) as process:
         reads = Reads(process)

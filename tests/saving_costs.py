@@ -70,7 +70,7 @@ def saved(kind: str, place: str, storage: Any, options: dict[str, Any], folder: 
     environment = dict(os.environ)
     if kind == "gpu":
         environment["PENSTOCK_GPU_LIBRARY"] = f"cuda:{fakegpu.LIBRARY}"
-    command = [sys.executable, "-c", PROGRAM, json.dumps(spec)]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(spec, default=str)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=240 * ordeal.load_factor()
     )

@@ -12,6 +12,9 @@ from fakegpu import FakeGpu, fresh
 from penstock.bench import reference
 from penstock.synthetic import synth
 from penstock.synthetic.synth import Layout, Tensor
+from s3_server import serving
+from test_uploads import PLACE, settings
+from upload_server import Uploads
 
 pytestmark = pytest.mark.skipif(not fakegpu.LIBRARY, reason=fakegpu.NO_LIBRARY)
 
@@ -70,3 +73,14 @@ def test_copies_to_memory_that_is_not_registered_are_never_submitted_together(fa
     penstock.save(state, tmp_path / "saved")
     assert content_of(tmp_path / "saved") == content_of(source)
     assert fake.counter("calls.cuMemcpyBatchAsync") == before
+
+
+def test_a_save_to_a_bucket_sends_the_bytes_that_a_folder_would_get(fake: FakeGpu, tmp_path: Path) -> None:
+    source = synth.write(LAYOUTS["experts"](), tmp_path / "source")
+    state = penstock.open(source).load("cuda:0" if fake.vendor == "cuda" else "rocm:0", framework="dlpack")
+    penstock.save(state, tmp_path / "saved", max_shard_size="16MiB")
+    with serving(Uploads()) as bucket:
+        report = penstock.save(state, PLACE, max_shard_size="16MiB", storage=settings(bucket))
+    assert 0 < report.peak_staging <= 256 * MIB
+    found = {key.rpartition("/")[2]: content for key, content in bucket.objects.items()}
+    assert found == {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}

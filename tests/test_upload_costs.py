@@ -57,6 +57,7 @@ def test_a_save_takes_staging_memory_and_little_more(
     if kind == "gpu" and not fakegpu.LIBRARY:
         pytest.skip(fakegpu.NO_LIBRARY)
     options = {} if staging == "default" else {"staging": staging}
+    forgetful.delay = 0.1  # as many parts as there are connections are under way
     found = saved(kind, PLACE, settings(forgetful), options, tmp_path)
     assert forgetful.received_bytes >= found["file_bytes"] >= found["nbytes"]
     bounded(found, 256 * MIB if isinstance(staging, str) else staging)

@@ -1,7 +1,7 @@
 //! The threads that fill slabs and write them. The last to finish gives the files their names.
 
 use super::chunks::{Chunk, ChunkPart, Supply};
-use super::late::{Made, Phase};
+use super::late::{LateWindow, Made, Phase};
 use super::shared::SaveShared;
 use super::target::{SaveTarget, Written};
 use crate::device::api::Api;
@@ -24,6 +24,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(50);
 pub(super) struct Work {
     pub(super) target: Box<dyn SaveTarget>,
     pub(super) shared: SaveShared,
+    pub(super) window: LateWindow,
     pub(super) chunks: Vec<Chunk>,
     pub(super) pieces: Vec<ChunkPart>,
     /// Bytes of each file that are written, where its chunks are written one after the other.
@@ -212,6 +213,9 @@ impl Work {
         if !pieces.iter().any(|p| matches!(p.from, Supply::Late(..))) {
             return Ok(Some(Cow::Borrowed(pieces)));
         }
+        if !self.has_room(pieces) {
+            return Ok(None);
+        }
         let mut here = pieces.to_vec();
         for piece in &mut here {
             if let Supply::Late(number, skip) = piece.from {
@@ -220,6 +224,24 @@ impl Work {
             }
         }
         Ok(Some(Cow::Owned(here)))
+    }
+
+    /// Waits until the late tensors of a chunk may be made; `false` if the save was given up meanwhile.
+    fn has_room(&self, pieces: &[ChunkPart]) -> bool {
+        let number = |piece: &ChunkPart| match piece.from {
+            Supply::Late(number, _) => Some(number),
+            _ => None,
+        };
+        let (first, last) = (pieces.iter().filter_map(number).min(), pieces.iter().filter_map(number).max());
+        let (Some(first), Some(last)) = (first, last) else { return true };
+        let mut state = lock(&self.shared.state);
+        while !self.window.admits(&state.late, first..=last) {
+            if self.shared.cancelled.load(Ordering::Relaxed) || state.failed.is_some() || state.outcome.is_some() {
+                return false;
+            }
+            state = self.shared.changed.wait_timeout(state, ASK_AGAIN).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// The address of a late tensor. It is requested from the thread that waits for the save.

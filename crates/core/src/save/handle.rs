@@ -3,7 +3,7 @@
 use super::chunks::{cut, At, Supply};
 use super::crew::Work;
 use super::files::FilesTarget;
-use super::late::Phase;
+use super::late::{LateWindow, Phase};
 use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
 use super::shared::{SaveReport, SaveShared};
@@ -143,10 +143,12 @@ impl Save {
             staging = Some(Mutex::new(Some(share)));
         }
         report.threads = crew;
+        let window = LateWindow::new(&late, options.staging as u64);
         let shared = SaveShared::new(began, crew, late, report);
         let work = Arc::new(Work {
             target,
             shared,
+            window,
             chunks,
             pieces,
             written: plan.files.iter().map(|_| AtomicU64::new(0)).collect(),

@@ -11,8 +11,8 @@
 //! tensors are there. So nothing holds staging while a tensor is made. Making it may take long, and may itself load or
 //! save.
 //!
-//! The slabs, one per thread of the crew, and the late tensors that are partly written bound the memory. The stall
-//! timeout bounds how long a write may hang, or other loads may keep the staging.
+//! The slabs, one per thread of the crew, and the late tensors that are not written yet bound the memory: each of both has
+//! `staging` at most, or what one chunk needs. The stall timeout bounds how long a write may hang, or other loads may keep the staging.
 
 mod chunks;
 mod crew;
