@@ -30,11 +30,11 @@ def run(*command: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_the_benchmark_of_saves_compares_every_client(tmp_path: Path, tls: bool) -> None:
-    command = [sys.executable, str(TOP / "benches/upload.py"), str(tmp_path / "a"), "/dev/shm", "--tools", str(SERVERS)]
-    more = ["--disk", str(tmp_path), "--gigabytes", "0.06", "--rounds", "2", "--json", "found.json"]
-    said = run(*command, *more, *(["--tls"] if tls else []), folder=tmp_path)
+    command = [sys.executable, str(TOP / "benches/upload.py"), str(tmp_path / "a"), "--tools", str(SERVERS)]
+    more = ["--disk", str(tmp_path), "--gigabytes", "0.06", "--rounds", "1", "--json", "found.json"]
+    said = run(*command, *more, *(["--tls"] if tls else ["/dev/shm"]), folder=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert [place["folder"] for place in found["places"]] == [str(tmp_path / "a"), "/dev/shm"]
+    assert [place["folder"] for place in found["places"]] == [str(tmp_path / "a"), *([] if tls else ["/dev/shm"])]
     for place in found["places"]:
         ran = {name for name, runs in place["runs"].items() if runs}
         assert (
@@ -42,7 +42,7 @@ def test_the_benchmark_of_saves_compares_every_client(tmp_path: Path, tls: bool)
         )
         assert CLIENTS is None or not place["absent"], place["absent"]
         for name in ran:
-            assert len(place["runs"][name]) == 2 and f"| {place['file_system']} | {name} |" in said
+            assert len(place["runs"][name]) == 1 and f"| {place['file_system']} | {name} |" in said
             for one in place["runs"][name]:
                 assert one["bytes"] >= 50e6 and min(one["seconds"], one["cpu_s"], one["server_cpu_s"]) > 0, one
         assert len(place["claims"]) == len(ran) - 1

@@ -276,6 +276,7 @@ impl Work {
                     let dropped = std::mem::replace(&mut late.phase, Phase::Away);
                     drop(state);
                     drop(dropped);
+                    self.shared.changed.notify_all(); // there may be room for others
                 }
             }
         }

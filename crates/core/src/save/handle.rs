@@ -143,7 +143,7 @@ impl Save {
             staging = Some(Mutex::new(Some(share)));
         }
         report.threads = crew;
-        let window = LateWindow::new(&late, options.staging as u64);
+        let window = LateWindow::new(&late, options.staging);
         let shared = SaveShared::new(began, crew, late, report);
         let work = Arc::new(Work {
             target,
