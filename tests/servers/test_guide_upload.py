@@ -111,5 +111,5 @@ def test_parts_of_a_killed_save_are_listed(server: Server, environment: dict[str
     )
     assert listed.returncode == 0 and "run-7/killed/model.safetensors" in listed.stdout, listed.stdout + listed.stderr
     ruled = subprocess.run([AWS, *shlex.split(rule)[1:]], env=environment, capture_output=True, text=True, check=False)
-    # versitygw's posix backend has no lifecycle rules: the command is right if that is all that it says
-    assert ruled.returncode == 0 or "NotImplemented" in ruled.stderr, ruled.stderr
+    # As the guide says: the command is well-formed if that is all that the server says
+    assert "NotImplemented" in ruled.stderr, ruled.stderr
