@@ -152,6 +152,14 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     def pulling() -> _core.Pull:
         return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8, 1))], options)
 
+    keys = {"endpoint": "http://127.0.0.1:1", "access_key_id": "key", "secret_access_key": "secret"}
+    index = ("m.safetensors.index.json", '{"weight_map": {"a": "m.safetensors"}}')
+    pushed = ([("m.safetensors", str(file))], index, [("config.json", b"{}")], "m.safetensors")
+
+    def bucket() -> _core.Bucket:
+        """One whose name cannot be: nobody is asked."""
+        return _core.Bucket("s3://no bucket/x", keys)
+
     repository = (str(folder / "hub"), "org/name", "0" * 40)
     of_hub: dict[str, Any] = {"revision": "main", "asked": 1.0, "symlinks": True}
     of_hub["files"] = [("http://hub/a", "a", "0" * 64)]
@@ -267,7 +275,13 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         ),
         "Pull.wait": Call(pulling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
+        "Save.push": Call(None, "https://127.0.0.1/x", *pushed, str(folder / "push.jsonl"), options),
         "Save.wait": Call(saving, 1.0),
+        "Bucket.__new__": Call(None, "s3://bucket/x", keys),
+        "Bucket.version": Call(bucket, "s3://no bucket/x/y"),
+        "Bucket.age": Call(bucket, "s3://no bucket/x/y"),
+        "Bucket.remove": Call(bucket, "s3://no bucket/x/y"),
+        "Bucket.forget": Call(bucket, "s3://no bucket/x/y", "upload"),
         "Lookout.__new__": Call(None, "127.0.0.1", Options(), known()),
         "Lookout.close": Call(lookout),
         "Lookout.look": Call(lookout),
@@ -294,6 +308,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
     }
     objects = {
         "Options": Options,
+        "Bucket": bucket,
         "Checkpoint": checkpoint,
         "Load": loaded,
         "View": view,

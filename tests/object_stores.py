@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,8 @@ import numpy as np
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle
+from penstock import _journal
+from penstock._push import push
 from s3_server import Bucket
 
 
@@ -106,3 +113,90 @@ def what_is_saved_comes_back(place: str, storage: Any, folder: Path, read: Calla
     penstock.save_file({"x": np.arange(10)}, at, storage=storage)
     penstock.save_file({"x": np.arange(9)}, at, storage=storage)
     assert penstock.load_file(at, framework="np", storage=storage)["x"].tolist() == list(range(9))
+
+
+def of_two_saves_the_later_one_fails(place: str, storage: Any) -> None:
+    """One save runs while another one begins and ends: into a prefix that is empty, and over a checkpoint."""
+    sizes = ((1, 30_000_000), (2, 1_000_000))
+    states = [{"w": np.full(size, number, np.uint8), "v": np.full(9, number)} for number, size in sizes]
+    for most in (None, "20MB", None, "20MB"):
+        failed: list[int] = []
+
+        def second(done: int, total: int, failed: list[int] = failed, most: str | None = most) -> None:
+            if not failed:
+                failed.append(0)
+                try:
+                    penstock.save(states[1], place, max_shard_size=most, storage=storage)
+                except penstock.ChangedError:
+                    failed[0] = 2
+
+        slow = {**storage, "bandwidth": "20MB"}
+        try:
+            penstock.save(states[0], place, max_shard_size=most, progress=second, storage=slow)
+            assert failed == [2], "the first one was the earlier one"
+            winner = states[0]
+        except penstock.ChangedError:
+            assert failed == [0]
+            winner = states[1]
+        found = penstock.open(f"{place}/", storage=storage).load(framework="np")
+        assert all((found[name] == winner[name]).all() for name in winner)
+
+
+def what_is_pushed_comes_back(place: str, storage: Any, folder: Path, read: Callable[[str], bytes]) -> None:
+    """Pushes under ``place``, read back by ``read``: another client, asked by an object's name."""
+    random = np.random.default_rng(8)
+    for number, most in enumerate(("12MB", None, "12MB", "12MB")):
+        source = folder / f"pushed-{number}"
+        state = {f"w{i}": random.integers(0, 255, 9_000_000 + i, np.uint8) for i in range(3)}
+        penstock.save(state, source, max_shard_size=most)
+        (source / "config.json").write_text(json.dumps({"number": number}))
+        found = push(source, place, storage=storage)
+        for file in found.files:
+            content = (source / file.path).read_bytes()
+            assert read(file.address.removeprefix(f"{place}/")) == content or file.path.endswith(".index.json")
+        back = penstock.open(f"{place}/", storage=storage).load(framework="np")
+        assert all((back[name] == state[name]).all() for name in state) and back.keys() == state.keys()
+
+
+def what_a_killed_push_has_left_is_cleared(
+    place: str, storage: Any, folder: Path, names: Callable[[], set[str]], kept: Any = None
+) -> None:
+    """A push is killed in the middle, over a checkpoint; the next one to the bucket clears what it has left.
+
+    Args:
+        names: The names of all objects under ``place``.
+        kept: Counts uploads that have not ended; None: the service forgets them by itself.
+    """
+    state = {f"w{i}": np.full(8_000_000, i, np.uint8) for i in range(3)}
+    penstock.save(state, folder / "new", max_shard_size="10MB")
+    penstock.save({"old": np.arange(9)}, place, storage=storage)
+    penstock.save({"old": np.arange(9), "more": np.arange(9)}, place, max_shard_size=80, storage=storage)
+    penstock.save({"x": np.arange(9)}, folder / "x")
+    before = names()
+    given = [f"--storage={name}={value}" for name, value in {**storage, "bandwidth": "6MB"}.items()]
+    program = [sys.executable, "-m", "penstock.cli", "push", str(folder / "new"), place, *given]
+    state_folder = folder / "state"
+    process = subprocess.Popen(program, env={**os.environ, _journal.VARIABLE: str(state_folder)})
+    try:
+        ends = time.monotonic() + 60
+        while not any(path.read_text().count("object") >= 3 for path in state_folder.rglob("*.jsonl")):
+            assert process.poll() is None and time.monotonic() < ends
+            time.sleep(0.01)
+        running = subprocess.run(
+            [sys.executable, "-m", "penstock.cli", "push", str(folder / "x"), f"{place}-beside", *given[:-1]],
+            env={**os.environ, _journal.VARIABLE: str(state_folder)}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "cleared" not in running.stdout, "it runs"
+        assert process.poll() is None, "it is in its middle"
+    finally:
+        process.kill()
+        process.wait()
+    assert before <= names() and (kept is None or kept() > 0)
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli", "push", str(folder / "x"), f"{place}-beside", *given[:-1]],
+        env={**os.environ, _journal.VARIABLE: str(state_folder)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "not cleared" not in done.stdout and (kept is None or "cleared an incomplete upload" in done.stdout)
+    assert names() == before and (kept is None or kept() == 0) and not list(state_folder.rglob("*.*"))
+    found = penstock.open(f"{place}/", storage=storage).load(framework="np")
+    assert found["old"].tolist() == list(range(9))

@@ -150,7 +150,10 @@ def test_a_file_or_a_pipe_gets_paths_whole(cli, tmp_path, small):
 
 @pytest.mark.parametrize(
     "command",
-    ["inspect", "load", "verify", "warm", "evict", "pull", "cache", "doctor", "convert", "synth", "serve", "bench"],
+    [
+        *("inspect", "load", "verify", "warm", "evict", "pull", "push", "cache", "doctor", "convert", "synth"),
+        *("serve", "bench"),
+    ],
 )
 def test_help_fits_80_columns(cli, command):
     for line in cli(command, "--help", COLUMNS="80").stdout.splitlines():

@@ -35,7 +35,10 @@ THREADS = {
 }
 
 #: Threads that end before the call that starts them does: a panic there is one of the caller, whose thread has a guard.
-SCOPED = {"ceiling/files.rs", "format/join.rs", "store/cache.rs", "store/read_cost.rs", "store/sampled.rs"}
+SCOPED = {
+    *("ceiling/files.rs", "format/join.rs", "save/side_by_side.rs"),
+    *("store/cache.rs", "store/read_cost.rs", "store/sampled.rs"),
+}
 
 #: Where the guard of a thread is, if not in the file that starts it.
 GUARDS = {

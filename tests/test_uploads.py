@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import certificates
+import early_answers as early
 import numpy as np
+import ordeal
 import penstock
 import pytest
 from s3_server import KEYS, error, serving
@@ -323,3 +329,108 @@ def test_a_server_that_is_silent_ends_the_save(bucket: Uploads) -> None:
     finally:
         goes_on.set()
     assert not bucket.objects
+
+
+@pytest.mark.parametrize("silent", ["GET", "HEAD"])
+def test_ctrl_c_ends_the_first_questions_of_a_save(bucket: Uploads, silent: str) -> None:
+    """The server is silent from the listing on, or from the question for the version of what is there."""
+    penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def waits(method: str, key: str, query: dict[str, str]) -> None:
+        if method == silent:
+            asked.set()
+            goes_on.wait(60)
+
+    def interrupt() -> None:
+        asked.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    bucket.refuses = waits  # type: ignore[assignment]
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+        assert time.monotonic() - begun < 10 * ordeal.load_factor()
+    finally:
+        goes_on.set()
+        thread.join()
+    bucket.refuses = lambda *_: None
+    assert same(load(bucket), tensors(1)) and not bucket.under_way
+
+
+def test_shards_of_a_save_that_is_under_way_are_not_those_of_the_old_checkpoint(bucket: Uploads) -> None:
+    """A second save lists shards of a first one, and the server ignores conditions: both end, the last one is whole."""
+    bucket.heeds_conditions = False
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+
+    def between(method: str, key: str, query: dict[str, str]) -> None:
+        if (method, key) == ("PUT", INDEX):
+            bucket.refuses = lambda *_: None
+            report = penstock.save(**shards(3), directory=PLACE, storage=settings(bucket))
+            assert "ignores the conditions" in str(report.fallbacks)
+            assert same(load(bucket), tensors(3))
+
+    bucket.refuses = between  # type: ignore[assignment]
+    penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert same(load(bucket), tensors(2))
+
+
+def test_an_earlier_index_that_cannot_be_read_keeps_its_shards(bucket: Uploads) -> None:
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    old = set(bucket.objects)
+    bucket.refuses = lambda method, key, query: (
+        error(403, "AccessDenied", "Access Denied") if method == "GET" and key else None
+    )
+    report = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert "leaving its shards" in str(report.fallbacks) and old <= set(bucket.objects)
+    bucket.refuses = lambda *_: None
+    assert same(load(bucket), tensors(2))
+
+
+def test_shards_become_objects_side_by_side(bucket: Uploads) -> None:
+    """The server answers no request that ends an upload before three are there."""
+    ends = threading.Barrier(3)
+
+    def together(method: str, key: str, query: dict[str, str]) -> None:
+        if method == "POST" and "uploadId" in query:
+            ends.wait(30)
+
+    bucket.refuses = together  # type: ignore[assignment]
+    penstock.save(**shards(), directory=PLACE, storage=settings(bucket))
+    assert not ends.broken and same(load(bucket), tensors())
+
+
+def test_a_bucket_that_keeps_versions_is_told(bucket: Uploads) -> None:
+    bucket.keeps_versions = True
+    first = penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    assert first.fallbacks == [], "nothing was replaced"
+    second = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert [(f["from"], f["to"]) for f in second.fallbacks] == [
+        ("removing the earlier checkpoint", "old versions stay")
+    ]
+
+
+def test_a_service_that_ignores_conditions_is_told_and_nothing_of_the_question_stays(bucket: Uploads) -> None:
+    bucket.heeds_conditions = False
+    reports = [
+        penstock.save(tensors(1), PLACE, storage=settings(bucket)),
+        penstock.save_file(tensors(1), f"{PLACE}/x.safetensors", storage=settings(bucket)),
+    ]
+    for report in reports:
+        assert [f["from"] for f in report.fallbacks] == ["guard against a second writer"]
+    assert {key.rpartition("/")[2] for key in bucket.objects} == {"model.safetensors", "x.safetensors"}
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_an_answer_that_comes_while_a_part_is_sent_counts(tls: bool, tmp_path: Path) -> None:
+    """The server answers a part before it has read it, and closes the connection."""
+    certificate = certificates.made(tmp_path) if tls else None
+    with early.answering(error(403, "AccessDenied", "no part for you"), certificate) as server:
+        more = {"ca": certificate[0]} if certificate else {}
+        large = {"w": np.zeros(64 << 20, np.uint8)}
+        with pytest.raises(penstock.AccessError, match="no part for you"):
+            penstock.save_file(large, f"{PLACE}/x.safetensors", storage=settings(server, **more))
+    assert server.parts == server.answered, "no part was sent again"

@@ -10,7 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import format_datetime
 from urllib.parse import parse_qsl, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 import numpy as np
 from s3_server import Answer, Bucket, error
@@ -66,6 +69,7 @@ class Parts:
 
     key: str
     parts: dict[int, bytes] = field(default_factory=dict)
+    began: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
 
 class Uploads(Bucket):
@@ -87,6 +91,14 @@ class Uploads(Bucket):
         #: True: it does what is asked, and closes the connection instead of an answer
         self.loses: Callable[[str, str, dict[str, str]], bool] = lambda method, key, query: False
         self.knows_checksums = True
+        #: False: it ignores the conditions of requests
+        self.heeds_conditions = True
+        #: True: it keeps what is replaced or removed, and says so
+        self.keeps_versions = False
+        #: When each object was written
+        self.written: dict[str, datetime] = {}
+        #: Uploads on a page of their list
+        self.uploads_on_a_page = 2
         self.delay = 0.0
         #: Requests that are being answered, and the most at once
         self.at_once = self.most_at_once = 0
@@ -123,6 +135,8 @@ class Uploads(Bucket):
             return self.listing(query)
         if method == "HEAD":
             return self.head(key)
+        if method == "GET" and "uploads" in query:
+            return self.unfinished(query)
         if method == "DELETE" and "uploadId" in query:
             self.under_way.pop(query["uploadId"], None)
             return 204, {}, b""
@@ -152,7 +166,7 @@ class Uploads(Bucket):
             if isinstance(told, tuple):
                 return told
             self.stored(key, body)
-            return 200, {"ETag": self.tag(key), **told}, b""
+            return 200, {"ETag": self.tag(key), **told, **self.version()}, b""
         return error(405, "MethodNotAllowed", "No")
 
     def tag(self, key: str) -> str:
@@ -160,6 +174,7 @@ class Uploads(Bucket):
 
     def stored(self, key: str, content: bytes) -> None:
         self.objects[key] = content
+        self.written[key] = datetime.now(timezone.utc)
         self.history.append((key, content))
 
     def checked(self, fields: Mapping[str, str], body: bytes) -> dict[str, str] | Answer:
@@ -172,6 +187,8 @@ class Uploads(Bucket):
         return {"x-amz-checksum-crc32c": said}
 
     def condition(self, key: str, fields: Mapping[str, str]) -> Answer | None:
+        if not self.heeds_conditions:
+            return None
         there = self.tag(key) if key in self.objects else None
         wanted = fields.get("if-match")
         if (fields.get("if-none-match") == "*" and there is not None) or (wanted is not None and wanted != there):
@@ -203,7 +220,28 @@ class Uploads(Bucket):
         told = f"<ChecksumCRC32C>{self.sums[upload.key]}</ChecksumCRC32C>" if self.knows_checksums else ""
         tag = self.tag(upload.key).strip('"')
         text = f"<CompleteMultipartUploadResult><ETag>&quot;{tag}&quot;</ETag>{told}</CompleteMultipartUploadResult>"
-        return 200, {}, text.encode()
+        return 200, self.version(), text.encode()
+
+    def version(self) -> dict[str, str]:
+        """The field that names the version of what was written."""
+        return {"x-amz-version-id": f"version-{next(self.numbers)}"} if self.keeps_versions else {}
+
+    def unfinished(self, query: dict[str, str]) -> Answer:
+        """A page of the uploads that have not ended, by key and number."""
+        behind = (query.get("key-marker", ""), query.get("upload-id-marker", ""))
+        all_ = sorted((parts.key, name, parts.began) for name, parts in self.under_way.items())
+        found = [one for one in all_ if one[0].startswith(query.get("prefix", "")) and one[:2] > behind]
+        page, rest = found[: self.uploads_on_a_page], found[self.uploads_on_a_page :]
+        text = "".join(
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId><Initiated>{began:%Y-%m-%dT%H:%M:%S.000Z}"
+            "</Initiated></Upload>"
+            for key, name, began in page
+        )
+        more = f"<IsTruncated>{str(bool(rest)).lower()}</IsTruncated>"
+        if rest:
+            more += f"<NextKeyMarker>{escape(page[-1][0])}</NextKeyMarker>"
+            more += f"<NextUploadIdMarker>{page[-1][1]}</NextUploadIdMarker>"
+        return 200, {}, f"<ListMultipartUploadsResult>{more}{text}</ListMultipartUploadsResult>".encode()
 
     def head(self, key: str) -> Answer:
         if key not in self.objects:
@@ -211,4 +249,5 @@ class Uploads(Bucket):
         content = self.objects[key]
         told = getattr(self, "sums", {}).get(key, shown(crc32c(content)))
         about = {"x-amz-checksum-crc32c": told} if self.knows_checksums else {}
+        about["Last-Modified"] = format_datetime(self.written.get(key, datetime.now(timezone.utc)), usegmt=True)
         return 200, {"ETag": self.tag(key), "Content-Length": str(len(content)), **about}, b""

@@ -24,7 +24,7 @@ from ._dlpack import DLTensor
 from ._dtypes import CASTABLE, RAW, cast_target
 from ._errors import InvalidError, MissingDtypeError, NotACheckpointError, NotFoundError
 from ._events import around, observe
-from ._paths import is_web, local_path, source_path
+from ._paths import is_web, source_path, target_folder, target_path
 from ._progress import Progress
 from ._report import Report
 
@@ -160,13 +160,13 @@ def convert(
     storage: Storage | None = None,
     variant: str | None = None,
 ) -> Report:
-    """Writes the checkpoint that ``sources`` name to a directory.
+    """Writes the checkpoint that ``sources`` name to a directory, or to an address of a bucket.
 
     Args:
         sources: What `penstock.open` takes, or files that torch.save wrote, or a directory or an index of those. What a
             file is follows from its content. If its name says something else, there is a RuntimeWarning.
         dtype: Casts floating-point tensors of 16 bits and more.
-        storage: How servers are asked, as for `penstock.open`.
+        storage: How servers are asked, as for `penstock.open`; that of the result too.
         variant: Whose safetensors files are meant, as for `penstock.open`.
 
     The other arguments, what is returned and the errors are those of `penstock.save`.
@@ -177,13 +177,13 @@ def convert(
     for source in sources:
         if len(sources) > 1 or not str(source).startswith("hf://"):
             source_path(source, "sources")
-    target = Path(local_path(directory, "directory", written=True))
+    target = target_path(directory, "directory")
     with around(observe("convert", list(sources))), ExitStack() as until:
         tensors, metadata, read_from = _source(sources, kind, order, storage, until, variant)
         if kind is not None:
             tensors = _cast(tensors, kind)
-        if target.is_dir() and any(target.samefile(Path(path).parent) for path in read_from):
-            raise InvalidError(f"directory={str(target)!r} is the folder of the checkpoint: give another folder")
+        if _is_folder_of(target, read_from):
+            raise InvalidError(f"directory={target!r} is the folder of the checkpoint: give another folder")
         return _save.save(
             tensors,
             target,
@@ -193,7 +193,16 @@ def convert(
             order=order,
             fsync=fsync,
             progress=progress,
+            storage=storage if is_web(target) else None,
         )
+
+
+def _is_folder_of(target: str, files: Sequence[str]) -> bool:
+    """Whether one of these files, which are read until the new ones are written, lies in this folder."""
+    if is_web(target):
+        return any(path.rpartition("/")[0] == target_folder(target, "directory") for path in files)
+    folder = Path(target)
+    return folder.is_dir() and any(not is_web(path) and folder.samefile(Path(path).parent) for path in files)
 
 
 def _source(
@@ -204,7 +213,7 @@ def _source(
     until: ExitStack,
     variant: str | None,
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Tensors, metadata, and the files of this machine that they are read from."""
+    """Tensors, metadata, and the files that they are read from."""
     pickles = _pickles.weights(sources)
     if pickles:
         if variant is not None:
@@ -222,7 +231,6 @@ def _source(
         if is_web(sources[0]) or not Path(sources[0]).exists():
             raise _pickles.not_here(sources[0], error) from None
         raise
-    files = [path for path in checkpoint.files if not is_web(path)]
-    if len(files) < len(checkpoint.files):
-        return _streamed(checkpoint, kind, order, until), checkpoint.metadata, files
-    return _tensors(checkpoint, kind), checkpoint.metadata, files
+    if any(is_web(path) for path in checkpoint.files):
+        return _streamed(checkpoint, kind, order, until), checkpoint.metadata, checkpoint.files
+    return _tensors(checkpoint, kind), checkpoint.metadata, checkpoint.files

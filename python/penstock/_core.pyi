@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, final
 from penstock._choices import Cache, CacheState, Exchange, FillState, Io, Layout, Order, Scope, Sequencing, Storage
 
 __all__ = [
+    "Bucket",
     "CacheFill",
     "CacheFolder",
     "Checkpoint",
@@ -439,6 +440,25 @@ def head(
     """The beginning of a file with these (name, dtype, shape), and in which order their bytes follow it."""
 
 @final
+class Bucket:
+    """The bucket of an address, asked about leftovers and cleared. Each call can be interrupted."""
+
+    def __new__(cls, address: str, storage: object = None) -> Bucket: ...
+    def identity(self) -> str | None:
+        """The text that names the address for everybody: the service, and the address. Asks nobody."""
+    def version(self, address: str) -> str | None:
+        """The version of an object; None if there is none."""
+    def age(self, address: str) -> float | None:
+        """Seconds since an object was written, by the server's clock; None if there is none."""
+    def remove(self, address: str) -> None:
+        """Removes an object. One that is not there is no error."""
+    def forget(self, address: str, name: str) -> None:
+        """Has the server forget an upload with this name. One that it does not know is no error."""
+    def unfinished(self) -> list[tuple[str, str, float]] | None:
+        """Of each upload below the address that has not ended: the address of its object, its name, and the seconds
+        since it began. None where the service forgets them by itself, and lists none."""
+
+@final
 class Save:
     """One save, running in the background from the moment it is made."""
 
@@ -465,6 +485,23 @@ class Save:
         `wanted` when its turn comes. most: bytes of tensors per shard. sync: wait for stable storage. checkpoint: make
         the directory, and remove what an earlier save of this name has left in it. storage: how servers are asked, if
         `folder` is an address.
+        """
+    @staticmethod
+    def push(
+        address: str,
+        files: Sequence[tuple[str, str]],
+        index: tuple[str, str] | None,
+        small: Sequence[tuple[str, bytes]],
+        checkpoint: str,
+        journal: str,
+        options: Options,
+        storage: object = None,
+    ) -> Save:
+        """Uploads files as they are.
+
+        files: name and path of each file with tensors. index: name and text of the index, if there are several. small:
+        names and contents of further objects, which come before the checkpoint is visible. checkpoint: the name of the
+        file, or of the index without ``.index.json``. journal: the file to write the journal to.
         """
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the save, or until it wants a tensor; False if `timeout` (seconds) passed first. Raises

@@ -16,6 +16,9 @@ _COLLAPSED = r"([A-Za-z][A-Za-z0-9+.-]+):/"
 # A name and a password before the host; the query or the fragment behind the path
 _SECRET = re.compile(r"(?i)(https?:/{1,2})(?:[^/\s'\"@]*@[^\s'\"]*|([^\s'\"?#]*)[?#][^\s'\"]*)")
 
+# A signature or a token behind an address of another scheme, where `?` may also be a letter of a key
+_SIGNED = re.compile(r"(?i)([a-z][a-z0-9+.-]*:/{1,2}[^\s'\"?]*)\?[^\s'\"]*(?:signature|credential|token|sig)=[^\s'\"]*")
+
 _OPENED = "web addresses are accepted only where a checkpoint is opened or loaded, as strings"
 _ADVICE = {
     "file": "give the path without file://",
@@ -38,8 +41,11 @@ def _has_store(scheme: str) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """``text`` as messages show it: web addresses without what may be a password or a signature."""
-    return _SECRET.sub(lambda found: found[1] + (found[2] or ""), text) if ":/" in text else text
+    """``text`` as messages show it: addresses without what may be a password or a signature."""
+    if ":/" not in text:
+        return text
+    text = _SECRET.sub(lambda found: found[1] + (found[2] or ""), text)
+    return _SIGNED.sub(r"\1", text) if "?" in text else text
 
 
 def source_path(path: str | os.PathLike[str], argument: str) -> str:
@@ -49,7 +55,28 @@ def source_path(path: str | os.PathLike[str], argument: str) -> str:
 
 def target_path(path: str | os.PathLike[str], argument: str) -> str:
     """`local_path`, where something is saved: the core has stores that take objects."""
-    return str(path) if is_web(path) else local_path(path, argument, written=True)
+    if not is_web(path):
+        return local_path(path, argument, written=True)
+    text = str(path)
+    if not text.lower().startswith(("http://", "https://")) and _SIGNED.search(text):
+        why = "nothing can be written with a signature in the address: give credentials in storage="
+        raise InvalidError(f"{argument}={without_secrets(text)!r}: {why}")
+    return text
+
+
+def target_folder(address: str | os.PathLike[str], argument: str) -> str:
+    """The address that names are added to when objects are written, without a slash at its end.
+
+    Raises:
+        InvalidError: it is none, or names no bucket.
+    """
+    place = target_path(address, argument)
+    if not is_web(place):
+        raise InvalidError(f"{argument}={place!r}: this is no address: give s3://, gs:// or az://")
+    scheme, _, key = place.partition("://")
+    if not key.strip("/"):
+        raise InvalidError(f"{argument}={place!r}: it names no bucket")
+    return f"{scheme}://{key.removesuffix('/')}"
 
 
 def local_path(path: str | os.PathLike[str], argument: str, *, written: bool = False) -> str:

@@ -34,7 +34,7 @@ from .integrations._small_files import small_files
 
 MANIFEST = ".penstock-pull.json"
 """The file of a folder that says which versions its files have."""
-_MOST = 64 << 20
+MOST = 64 << 20
 """Bytes of a small file. The largest tokenizers have half of that."""
 _LONGEST = 250
 """Bytes of the name of a file."""
@@ -98,7 +98,7 @@ def checked(path: str, place: str) -> str:
 def _model(address: str, storage: Storage, variant: str | None, code: bool) -> tuple[_Files, _Files]:
     """The weights of a model, and its other files."""
     if address.startswith(SCHEME):
-        hub = HubFolder(address, _MOST, storage)
+        hub = HubFolder(address, MOST, storage)
         weights = {hub.name(file): file for file in hub.open(variant).files()}
         others = {name: hub.address(name) for name in small_files(address, hub.names, hub.read, code)}
         return _of_model(address, weights, others, hub.asked, hub.kept)
@@ -122,7 +122,7 @@ def _model(address: str, storage: Storage, variant: str | None, code: bool) -> t
         return _core.names_in("/".join(filter(None, (folder, within))) + "/", None, storage, folders=True)
 
     def read(files: Sequence[str]) -> list[bytes]:
-        return _core.contents([f"{folder}/{name}" for name in files], _MOST, None, storage)
+        return _core.contents([f"{folder}/{name}" for name in files], MOST, None, storage)
 
     weights = {file.removeprefix(f"{folder}/"): file for file in core.files()}
     others = {name: f"{folder}/{name}" for name in small_files(address, names, read, code)}
@@ -149,7 +149,7 @@ def _all_below(place: str, storage: Storage) -> _Files:
         raise InvalidError(f"{without_secrets(place)}: {text}")
     asked = _plain(storage)
     if place.startswith(SCHEME):
-        hub = HubFolder(place, _MOST, storage)
+        hub = HubFolder(place, MOST, storage)
         names, asked = hub.names, hub.asked
         address: Callable[[str], str] = hub.address
     elif is_web(place):

@@ -29,7 +29,7 @@ from ._errors import (
 )
 from ._events import observe
 from ._options import make_options
-from ._paths import is_web, target_path, without_secrets
+from ._paths import is_web, target_folder, target_path, without_secrets
 from ._progress import INTERVAL, Meter, Progress
 from ._report import Report
 from ._text import check_text
@@ -322,12 +322,7 @@ def _split(path: str) -> tuple[str, str]:
 def _folder(directory: str | os.PathLike[str]) -> str:
     """The folder, or the address that names are added to."""
     place = target_path(directory, "directory")
-    if not is_web(place):
-        return _split((place or ".") + "/x")[0]
-    scheme, _, key = place.partition("://")
-    if not key.strip("/"):
-        raise InvalidError(f"directory={place!r}: it names no bucket")
-    return f"{scheme}://{key.removesuffix('/')}"
+    return target_folder(place, "directory") if is_web(place) else _split((place or ".") + "/x")[0]
 
 
 def save_file(

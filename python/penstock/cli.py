@@ -1,6 +1,6 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: ``penstock inspect | load | plan | verify | warm | evict | pull | cache | doctor | trace | bench |
-convert | synth | serve | selftest | engines``.
+"""The command line: ``penstock inspect | load | plan | verify | warm | evict | pull | push | cache | doctor | trace |
+bench | convert | synth | serve | selftest | engines``.
 
 Exit status: 0 success, 1 a check failed, 2 wrong usage, 3 an error, 4 `verify` has no digest to compare with, 77
 `selftest` finds no GPU, 130 interrupted. An error is one line on standard error; PENSTOCK_TRACEBACK=1 adds the
@@ -44,7 +44,7 @@ from ._events import NOTHING, observe
 from ._frameworks import FRAMEWORKS
 from ._load import load
 from ._options import default_text, make_options, options_listed
-from ._paths import is_web, local_path, source_path, without_secrets
+from ._paths import is_web, local_path, source_path, target_path, without_secrets
 from ._report import Report, size_text
 from ._selection import info_of
 from ._terminal import Parser, WrongUsage, styled, table, wrapped
@@ -59,6 +59,8 @@ _OVER_NETWORK = ("inspect", "load", "plan", "verify", "pull", "doctor", "convert
 """Commands that take web addresses, and ask the Hub for what its local cache lacks."""
 _WRITTEN = ("into", "folder", "trace", "html", "json")
 """Arguments that name what is to be written."""
+_TARGETS = {"push": "address", "convert": "into"}
+"""Of commands that write to object stores: the argument with the address."""
 
 
 class _Failed(Exception):
@@ -106,9 +108,14 @@ def _refuse_schemes(args: argparse.Namespace) -> None:
         value = getattr(args, argument, None)
         listed = value if isinstance(value, list) else [value]
         for path in listed:
+            if not isinstance(path, str):
+                continue
             may_be = ("source", "path", "address")
+            if argument == _TARGETS.get(args.command):
+                target_path(path, argument)
+                continue
             repository = len(listed) == 1 and argument in may_be and str(path).startswith("hf://")
-            if not isinstance(path, str) or repository:
+            if repository:
                 continue
             if argument in may_be and args.command in _OVER_NETWORK:
                 source_path(path, argument)
@@ -119,7 +126,7 @@ def _refuse_schemes(args: argparse.Namespace) -> None:
                     path=without_secrets(path),
                 )
             else:
-                local_path(path, argument, written=argument in _WRITTEN)
+                local_path(path, argument, written=argument in _WRITTEN and args.command != "push")
 
 
 # inspect
@@ -603,6 +610,32 @@ def _pull(args: argparse.Namespace) -> None:
     _print(args, document, lambda: wrapped(_pull.described(pulled, args.folder, document["disk_cache"])))
 
 
+def _push(args: argparse.Namespace) -> None:
+    from . import _push
+
+    storage = cast("Storage", dict(args.storage))
+    if args.folder is None:
+        if not args.clear:
+            raise InvalidError("what? Give FOLDER and ADDRESS, or --clear ADDRESS")
+        cleared = _push.clear_bucket(args.address, storage=storage)
+        document = {"ok": True, "address": args.address, "cleared": cleared._asdict()}
+        _print(args, document, lambda: wrapped(_push.describe_cleared(cleared)))
+        return
+    progress = False if args.no_progress or args.json else None
+    pushed = _push.push(args.folder, args.address, clear=args.clear, progress=progress, storage=storage)
+    document = {
+        "ok": True,
+        "folder": args.folder,
+        "address": args.address,
+        "files": [file._asdict() for file in pushed.files],
+        "nbytes": sum(file.nbytes for file in pushed.files),
+        "cleared": pushed.cleared._asdict(),
+        "report": pushed.report,
+        "seconds": pushed.seconds,
+    }
+    _print(args, document, lambda: wrapped(_push.described(pushed)))
+
+
 def _cache(args: argparse.Namespace) -> None:
     from . import _disk_cache
 
@@ -755,7 +788,7 @@ def _convert(args: argparse.Namespace) -> None:
         f"{report.tensors} tensors, {size_text(report.nbytes)} in {len(report.files)} "
         f"file{'s' * (len(report.files) != 1)} in {report.seconds:.2f} s: {report.gbps:.2f} GB/s"
     )
-    _print(args, {"ok": True, "into": str(Path(args.into)), "report": report}, text)
+    _print(args, {"ok": True, "into": args.into if is_web(args.into) else str(Path(args.into)), "report": report}, text)
 
 
 def _threads(text: str) -> int:
@@ -989,6 +1022,15 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
     made.add_argument("--variant", metavar="NAME", help=help)
     made.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
+    help = "upload a checkpoint's folder to an object store, file by file as they are"
+    made = with_storage(command("push", _push, help))
+    made.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder: its weights, index and small files")
+    made.add_argument("address", metavar="ADDRESS", help="where they go: s3://bucket/prefix, gs://, az://")
+    help = """also clear what is older than a day below ADDRESS: incomplete uploads, of whatever program, and shards of
+    pushes and saves that no index names; without FOLDER nothing else is done"""
+    made.add_argument("--clear", action="store_true", help=help)
+    made.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
     help = "show, shrink or check the disk cache"
     made = commands.add_parser("cache", help=help, description=help[0].upper() + help[1:] + ".")
     made.set_defaults(run=_cache)
@@ -1038,7 +1080,7 @@ def _parser(bench: bool = True, selftest: bool = True) -> argparse.ArgumentParse
 
     help = "rewrite a checkpoint: other layout, shard size or dtype; also from pickles"
     made = with_storage(with_source(command("convert", _convert, help)))
-    made.add_argument("into", metavar="DIRECTORY", help="the folder to write to")
+    made.add_argument("into", metavar="DIRECTORY", help="the folder to write to, or an address: s3://, gs://, az://")
     made.add_argument("--dtype", help="cast to this floating-point dtype")
     help = 'the most bytes of one file, or "none" (default: 5GB)'
     made.add_argument("--max-shard-size", default="5GB", metavar="N", help=help)

@@ -26,6 +26,7 @@ import penstock
 import pytest
 from azure_sas import sas
 from conftest import LAYOUT, Oracle, raw
+from penstock import _core
 from real_server import RealServer, program
 from s3_server import Answer, Bucket, serving
 
@@ -240,11 +241,31 @@ def test_only_an_authority_that_is_named_is_trusted(server):
         penstock.open("az://models/big.safetensors", storage=server.storage(ca=None))
 
 
-def test_what_is_saved_comes_back(server, tmp_path):
+def reader(server, prefix):
     trusted = ssl.create_default_context(cafile=str(server.authority)) if server.authority else None
 
     def read(name: str) -> bytes:
-        with urlopen(f"{server.endpoint}/public/saved/{quote(name)}", context=trusted) as answer:
+        with urlopen(f"{server.endpoint}/public/{prefix}/{quote(name)}", context=trusted) as answer:
             return answer.read()
 
-    stores.what_is_saved_comes_back("az://public/saved", server.storage(), tmp_path, read)
+    return read
+
+
+def test_what_is_saved_comes_back(server, tmp_path):
+    stores.what_is_saved_comes_back("az://public/saved", server.storage(), tmp_path, reader(server, "saved"))
+
+
+def test_of_two_saves_the_later_one_fails(server):
+    stores.of_two_saves_the_later_one_fails("az://public/saved twice", server.storage())
+
+
+def test_what_is_pushed_comes_back(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STATE_FOLDER", str(tmp_path / "state"))
+    stores.what_is_pushed_comes_back("az://public/pushed", server.storage(), tmp_path, reader(server, "pushed"))
+
+
+def test_what_a_killed_push_has_left_is_cleared_when_pushed_again(server, tmp_path):
+    place, storage = "az://public/killed-pushed", server.storage()
+    stores.what_a_killed_push_has_left_is_cleared(
+        place, storage, tmp_path, lambda: set(_core.names_in(f"{place}/", None, storage))
+    )

@@ -17,6 +17,7 @@ import object_stores as stores
 import penstock
 import pytest
 from conftest import LAYOUT, Oracle, raw
+from penstock import _core
 from real_server import RealServer, program
 
 torch = pytest.importorskip("torch")
@@ -124,9 +125,29 @@ def test_an_object_that_is_replaced_is_changed(server, small):
         checkpoint.load(framework="np")
 
 
-def test_what_is_saved_comes_back(server, tmp_path):
+def reader(server, prefix):
     def read(name: str) -> bytes:
-        with urlopen(f"{server.endpoint}/storage/v1/b/models/o/saved%2F{quote(name)}?alt=media") as answer:
+        with urlopen(f"{server.endpoint}/storage/v1/b/models/o/{prefix}%2F{quote(name)}?alt=media") as answer:
             return answer.read()
 
-    stores.what_is_saved_comes_back("gs://models/saved", server.storage(), tmp_path, read)
+    return read
+
+
+def test_what_is_saved_comes_back(server, tmp_path):
+    stores.what_is_saved_comes_back("gs://models/saved", server.storage(), tmp_path, reader(server, "saved"))
+
+
+def test_of_two_saves_the_later_one_fails(server):
+    stores.of_two_saves_the_later_one_fails("gs://models/saved-twice", server.storage())
+
+
+def test_what_is_pushed_comes_back(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STATE_FOLDER", str(tmp_path / "state"))
+    stores.what_is_pushed_comes_back("gs://models/pushed", server.storage(), tmp_path, reader(server, "pushed"))
+
+
+def test_what_a_killed_push_has_left_is_cleared_when_pushed_again(server, tmp_path):
+    place, storage = "gs://models/killed-pushed", server.storage()
+    stores.what_a_killed_push_has_left_is_cleared(
+        place, storage, tmp_path, lambda: set(_core.names_in(f"{place}/", None, storage))
+    )

@@ -170,3 +170,26 @@ def test_a_save_takes_staging_memory_and_little_more(server, tmp_path, kind):
         bounded(found, 256 * MIB)
     finally:
         shutil.rmtree(server.data / "models/memory", ignore_errors=True)
+
+
+def test_of_two_saves_the_later_one_fails(server):
+    stores.of_two_saves_the_later_one_fails("s3://models/saved twice", server.storage())
+
+
+def test_what_is_pushed_comes_back(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_STATE_FOLDER", str(tmp_path / "state"))
+    data = server.data / "models/pushed"
+    stores.what_is_pushed_comes_back(
+        "s3://models/pushed", server.storage(), tmp_path, lambda name: (data / name).read_bytes()
+    )
+
+
+def test_what_a_killed_push_has_left_is_cleared_when_pushed_again(server, tmp_path):
+    data, uploads = server.data / "models/killed-pushed", server.data / "models/.sgwtmp/multipart"
+    stores.what_a_killed_push_has_left_is_cleared(
+        "s3://models/killed-pushed",
+        server.storage(),
+        tmp_path,
+        lambda: {path.name for path in data.iterdir()},
+        lambda: sum(path.is_dir() for path in uploads.glob("*/*")) if uploads.is_dir() else 0,
+    )

@@ -5,6 +5,7 @@
 
 #![warn(clippy::disallowed_methods)]
 
+mod bucket;
 mod built;
 mod ceiling;
 mod checkpoint;
@@ -36,6 +37,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _core {
+    #[pymodule_export]
+    use crate::bucket::Bucket;
     #[pymodule_export]
     use crate::built::built;
     #[pymodule_export]

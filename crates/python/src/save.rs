@@ -1,6 +1,6 @@
 //! `_core.Save`.
 
-use crate::errors::{detached, raise};
+use crate::errors::{interruptibly, raise};
 use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
 use crate::load::{told, Kept};
 use crate::options::Options;
@@ -8,11 +8,12 @@ use crate::storage::stores_of;
 use crate::waiting::patiently;
 use penstock::format::DType;
 use penstock::options::Order;
-use penstock::save::{Arrangement, At, Save as Core, SavePlan, SaveRequest, Tensor};
+use penstock::save::{Arrangement, At, PushRequest, Save as Core, SavePlan, SaveRequest, Tensor};
 use penstock::store::{Location, Stores};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, OsString};
@@ -126,11 +127,37 @@ impl Save {
                 Location::Url(_) => stores_of(py, storage, None)?,
                 Location::Path(_) => Stores::default(),
             };
-            let core = detached(py, || {
+            let core = interruptibly(py, |go_on| {
                 let plan = SavePlan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
                 let checkpoint = checkpoint.then(|| name.to_string_lossy().into_owned());
-                Core::start(SaveRequest { plan, folder, stores, checkpoint, tensors: places, keep, sync, options })
+                let request = SaveRequest { plan, folder, stores, checkpoint, tensors: places, keep, sync, options };
+                Core::start_while(request, go_on)
             })?;
+            Ok(Self { core: Held::new(core) })
+        })
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (address, files, index, small, checkpoint, journal, options, storage = None))]
+    #[allow(clippy::too_many_arguments)] // The signature is Python's.
+    fn push(
+        py: Python<'_>,
+        address: String,
+        files: Listed<(OsString, PathBuf)>,
+        index: Option<(String, String)>,
+        small: Listed<(OsString, PyBackedBytes)>,
+        checkpoint: String,
+        journal: PathBuf,
+        options: &Options,
+        storage: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        guarded(py, || {
+            let (stores, options) = (stores_of(py, storage, None)?, options.0.clone());
+            let (files, folder) = (files.0, Location::Url(address));
+            let small: Vec<(OsString, Vec<u8>)> =
+                small.0.into_iter().map(|(name, bytes)| (name, bytes[..].to_vec())).collect();
+            let request = PushRequest { files, index, small, folder, stores, checkpoint, journal, options };
+            let core = interruptibly(py, |go_on| Core::push_while(request, go_on))?;
             Ok(Self { core: Held::new(core) })
         })
     }

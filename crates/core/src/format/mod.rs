@@ -26,5 +26,6 @@ pub(crate) use header::quoted;
 pub use header::{MAX_HEADER, MAX_RANK};
 #[cfg(any(test, feature = "testing"))]
 pub use index::index_files;
+pub(crate) use open::open_detached;
 pub(crate) use small_files::heads;
 pub use small_files::{contents, names_in};

@@ -144,7 +144,7 @@ fn open_here(step: &mut Step, watch: &Watch) -> Result<Checkpoint> {
 }
 
 /// On a thread that is left behind if the file system hangs, or if the caller is told to stop.
-pub(super) fn open_detached<T: Send + 'static>(
+pub(crate) fn open_detached<T: Send + 'static>(
     open: impl FnOnce(&Watch) -> Result<T> + Send + 'static,
     stall: Duration,
     go_on: impl FnMut() -> bool,

@@ -14,6 +14,8 @@ pub enum At {
     Host(u64),
     /// In memory of GPU number `.0`, at device pointer `.1`, with all work on it done.
     Gpu(u32, u64),
+    /// All of a file of this machine, by its number in the plan.
+    File(u32),
     /// Not in memory yet: [`Save::wanted`](super::Save::wanted) asks for it when its turn comes.
     Late,
 }
@@ -37,6 +39,8 @@ pub(super) struct ChunkPart {
 pub(super) enum Supply {
     Host(u64),
     Gpu(u32, u64),
+    /// From byte `.1` of file number `.0`.
+    File(usize, u64),
     /// From byte `.1` of late tensor number `.0` (counted among late tensors).
     Late(usize, u64),
 }
@@ -60,6 +64,7 @@ pub(super) fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<C
                 let from = match from {
                     Supply::Host(address) => Supply::Host(address + skip),
                     Supply::Gpu(ordinal, address) => Supply::Gpu(ordinal, address + skip),
+                    Supply::File(number, _) => Supply::File(number, skip),
                     Supply::Late(number, _) => Supply::Late(number, skip),
                 };
                 pieces.push(ChunkPart { from, len: part });
@@ -76,6 +81,7 @@ pub(super) fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<C
             let from = match *tensors.get(tensor as usize).ok_or_else(none)? {
                 At::Host(address) => Supply::Host(address),
                 At::Gpu(ordinal, address) => Supply::Gpu(ordinal, address),
+                At::File(number) => Supply::File(number as usize, 0),
                 At::Late => {
                     late.push(Late { tensor, nbytes, left: 0, phase: Phase::Away });
                     Supply::Late(late.len() - 1, 0)

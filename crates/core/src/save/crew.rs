@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
 use crate::memory::Keep;
 use crate::staging::{Lease, Share};
-use crate::store::DiskUse;
+use crate::store::{DiskUse, SteadyFile};
 use crate::sync::{lock, Builder, JoinHandle, Mutex};
 use crate::threads::guarded;
 use std::borrow::Cow;
@@ -32,6 +32,8 @@ pub(super) struct Work {
     /// The beginnings of the files; pieces point into them.
     pub(super) _heads: Vec<Vec<u8>>,
     pub(super) _keep: Keep,
+    /// The files that have the bytes of pieces.
+    pub(super) sources: Vec<Arc<SteadyFile>>,
     /// Where chunks are written out of slabs.
     pub(super) staging: Option<RingPlace>,
     pub(super) next: AtomicUsize,
@@ -104,7 +106,7 @@ impl Work {
         }
         let outcome = match failed {
             Some(e) => Err(e),
-            None => guarded("penstock-save", || self.target.conclude(&self.shared)).and_then(|done| done),
+            None => guarded("penstock-save", || self.conclude()).and_then(|done| done),
         };
         // A panic here would leave the owner waiting.
         let cleared = guarded("penstock-save", || self.target.clear(&self.shared, outcome.is_ok()));
@@ -118,6 +120,12 @@ impl Work {
         state.report.seconds = self.shared.began.elapsed().as_secs_f64();
         state.outcome.get_or_insert(outcome);
         self.shared.changed.notify_all();
+    }
+
+    /// Everything is written, if it is of one version.
+    fn conclude(&self) -> Result<()> {
+        self.sources.iter().try_for_each(|file| file.verify())?;
+        self.target.conclude(&self.shared)
     }
 
     fn write_chunks(&self) -> Result<()> {
@@ -134,7 +142,7 @@ impl Work {
                 Some(staging) => {
                     let Some(slab) = self.slab(staging)? else { return Ok(()) };
                     let waited = made.elapsed();
-                    fill(&slab.lease, pieces, &mut devices)?;
+                    fill(&slab.lease, pieces, &self.sources, &mut devices)?;
                     let filled = Instant::now();
                     let written = self.target.write(&self.shared, chunk, slab.lease.address())?;
                     (filled - begun - waited, filled.elapsed(), written)
@@ -296,7 +304,12 @@ impl Drop for ChunkSlab<'_> {
 }
 
 /// Fills a slab with pieces, one after the other.
-fn fill(slab: &Lease, pieces: &[ChunkPart], devices: &mut Vec<(u32, Fetch)>) -> Result<()> {
+fn fill(
+    slab: &Lease,
+    pieces: &[ChunkPart],
+    sources: &[Arc<SteadyFile>],
+    devices: &mut Vec<(u32, Fetch)>,
+) -> Result<()> {
     let mut at = 0;
     let mut fetched: Vec<(u32, Range)> = Vec::new();
     for piece in pieces {
@@ -306,6 +319,12 @@ fn fill(slab: &Lease, pieces: &[ChunkPart], devices: &mut Vec<(u32, Fetch)>) -> 
             // slab, and the slab is this thread's alone.
             Supply::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
             Supply::Gpu(ordinal, from) => fetched.push((ordinal, Range { from, to: at, len })),
+            Supply::File(number, from) => {
+                let none = || Error::new(ErrorKind::Internal, "a file of a save is not open; please report this");
+                let file = sources.get(number).ok_or_else(none)?;
+                // SAFETY: the pieces of a chunk fit a slab, and the slab is this thread's alone.
+                unsafe { file.read(from, slab.address().add(at), len) }?;
+            }
             Supply::Late(..) => return Err(Error::new(ErrorKind::Internal, "a late tensor was not made")),
         }
         at += len;

@@ -1,7 +1,7 @@
 //! Directories of checkpoints: made if they are missing, cleared of earlier saves, written to the disk.
 
+use super::names::belongs;
 use super::output::parent;
-use super::plan::{INDEX_SUFFIX, SUFFIX};
 use crate::error::{Error, Result};
 use crate::fallback::Fallback;
 use std::collections::HashSet;
@@ -86,29 +86,6 @@ impl Folder {
     }
 }
 
-/// Whether a save called `name` may have written a file of this name.
-pub(super) fn belongs(found: &str, name: &str) -> bool {
-    let digits = |text: &str| text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit());
-    let Some(rest) = found.strip_prefix(name.strip_suffix(SUFFIX).unwrap_or(name)) else { return false };
-    let index = rest.strip_suffix(INDEX_SUFFIX);
-    match index.unwrap_or(rest).strip_suffix(SUFFIX) {
-        Some("") => index.is_some() || found == name,
-        Some(number) => {
-            let number = number.strip_prefix('-').unwrap_or_default();
-            // In a bucket shards may have a tag: see `tag_shards`.
-            let untagged = number.split_once('-').filter(|(tag, _)| is_tag(tag)).map_or(number, |(_, rest)| rest);
-            untagged.split_once("-of-").is_some_and(|(n, of)| digits(n) && digits(of))
-        }
-        None => false,
-    }
-}
-
-/// True if this can be the tag of shards in a bucket: as many letters as [`objects`](super::objects) makes, which no number of
-/// shards has.
-pub(super) fn is_tag(text: &str) -> bool {
-    text.len() == 9 && text.strip_prefix('s').is_some_and(|hex| hex.bytes().all(|b| b"0123456789abcdef".contains(&b)))
-}
-
 /// Waits until the names in a directory are on the disk. Not every file system can do that, and a process that may not
 /// read the directory cannot ask for it. Both are reported.
 pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
@@ -128,40 +105,6 @@ pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
 mod tests {
     use super::*;
     use crate::error::ErrorKind;
-
-    #[test]
-    fn only_files_of_the_same_name_belong_to_an_earlier_save() {
-        let theirs = [
-            "model.safetensors",
-            "model.safetensors.index.json",
-            "model-00001-of-00002.safetensors",
-            "model-00001-of-00002.safetensors.index.json",
-            "model-s01234abc-00001-of-00002.safetensors",
-        ];
-        for found in theirs {
-            assert!(belongs(found, "model.safetensors"), "{found}");
-        }
-        for found in &theirs[1..] {
-            assert!(belongs(found, "model"), "{found}");
-        }
-        assert!(!belongs("model.safetensors", "model"));
-        for other in [
-            "model",
-            "model.json",
-            "model.index.json",
-            "model-1-of-2.safetensors",
-            "model-00001-of-000002.safetensors",
-            "model-00001-00002.safetensors",
-            "model-x0001-of-00002.safetensors",
-            "model-s01234abx-00001-of-00002.safetensors",
-            "model-s01234abc.safetensors",
-            "model_adapter.safetensors",
-            "xmodel.safetensors",
-            "model.safetensors.bak",
-        ] {
-            assert!(!belongs(other, "model.safetensors"), "{other}");
-        }
-    }
 
     #[test]
     fn directories_that_others_were_made_in_are_known() {

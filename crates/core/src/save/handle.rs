@@ -1,20 +1,26 @@
 //! A save, as its owner has it.
 
+use super::address::SaveAddress;
 use super::chunks::{cut, At, Supply};
 use super::crew::Work;
 use super::files::FilesTarget;
+use super::journal::Journal;
 use super::late::{LateWindow, Phase};
 use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
+use super::pushed::PushRequest;
 use super::shared::{SaveReport, SaveShared};
 use super::target::SaveTarget;
 use crate::error::{Error, ErrorKind, Result};
+use crate::fallback::Fallback;
+use crate::format::open_detached;
 use crate::memory::Keep;
 use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::staging::Ring;
-use crate::store::{Location, Stores};
+use crate::store::{Location, Stores, Watch};
 use crate::sync::{lock, JoinHandle, Mutex};
 use std::ffi::OsString;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -87,29 +93,38 @@ struct SavePlace {
 }
 
 impl SavePlace {
-    fn of(
+    fn of_folder(
         plan: &mut SavePlan,
-        folder: &Location,
-        stores: &Stores,
+        folder: &Path,
         checkpoint: Option<&str>,
         sync: bool,
         options: &Options,
         report: &mut SaveReport,
     ) -> Result<SavePlace> {
-        let extent = options.extent.next_multiple_of(PAGE);
-        let scheme = match folder {
-            Location::Path(folder) => {
-                let target = FilesTarget::new(plan, folder, checkpoint, sync, report)?;
-                let (is_direct, writers) = (target.is_direct(), CACHE_WRITERS.min(plan.files.len()));
-                return Ok(SavePlace { target: Box::new(target), extent, is_direct, writers, most: usize::MAX });
-            }
-            Location::Url(_) => folder.scheme().unwrap_or_default(),
+        let target = FilesTarget::new(plan, folder, checkpoint, sync, report)?;
+        let (is_direct, writers) = (target.is_direct(), CACHE_WRITERS.min(plan.files.len()));
+        let (extent, most) = (options.extent.next_multiple_of(PAGE), usize::MAX);
+        Ok(SavePlace { target: Box::new(target), extent, is_direct, writers, most })
+    }
+
+    /// The same for an address. The questions about it are asked on a thread that can be left behind.
+    fn of_address(
+        plan: SavePlan,
+        address: &SaveAddress,
+        checkpoint: Option<String>,
+        journal: Option<Journal>,
+        options: &Options,
+        go_on: impl FnMut() -> bool,
+    ) -> Result<(SavePlan, SavePlace, Vec<Fallback>)> {
+        let (folder, store) = (address.folder.clone(), address.store.clone());
+        let extent = options.extent.next_multiple_of(PAGE).max(PART);
+        let ask = move |watch: &Watch| {
+            ObjectsTarget::new(plan, &folder, &store, checkpoint.as_deref(), extent, journal, watch)
         };
-        let unknown = || Error::new(ErrorKind::Unsupported, format!("there is no store for {scheme}://")).at(folder);
-        let store = stores.of(scheme).ok_or_else(unknown)?;
-        let target = ObjectsTarget::new(plan, folder, &store, checkpoint, extent.max(PART), report)?;
+        let (target, plan, fallbacks) = open_detached(ask, options.stall_timeout, go_on)?;
         let (extent, most) = (target.part(), target.connections());
-        Ok(SavePlace { target: Box::new(target), extent, is_direct: false, writers: SENDERS.min(most), most })
+        let writers = SENDERS.min(most);
+        Ok((plan, SavePlace { target: Box::new(target), extent, is_direct: false, writers, most }, fallbacks))
     }
 }
 
@@ -120,16 +135,68 @@ impl Save {
     /// `NotFound`, `Permission`, `NoSpace`, `Write` of the files; `Limit` if no thread can be started or no descriptor
     /// is left.
     pub fn start(request: SaveRequest) -> Result<Save> {
+        Self::start_while(request, || true)
+    }
+
+    /// The same. The questions about an address end with `Cancelled` when `go_on` says no.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start); the errors of the server.
+    pub fn start_while(request: SaveRequest, go_on: impl FnMut() -> bool) -> Result<Save> {
         let began = Instant::now();
         let SaveRequest { mut plan, folder, stores, checkpoint, tensors, keep, sync, options } = request;
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
-        let place = SavePlace::of(&mut plan, &folder, &stores, checkpoint.as_deref(), sync, &options, &mut report)?;
+        let place = match &folder {
+            Location::Path(path) => {
+                SavePlace::of_folder(&mut plan, path, checkpoint.as_deref(), sync, &options, &mut report)?
+            }
+            Location::Url(_) => {
+                let address = SaveAddress::new(&folder, &stores)?;
+                let (named, place, told) = SavePlace::of_address(plan, &address, checkpoint, None, &options, go_on)?;
+                report.fallbacks.extend(told);
+                plan = named;
+                place
+            }
+        };
+        Self::write(plan, place, folder, &tensors, keep, &options, report, began)
+    }
+
+    /// Uploads files as they are.
+    ///
+    /// # Errors
+    /// The errors of the files and of the server; `Write` of the journal; `Cancelled` when `go_on` says no.
+    pub fn push_while(request: PushRequest, mut go_on: impl FnMut() -> bool) -> Result<Save> {
+        let began = Instant::now();
+        let PushRequest { files, index, small, folder, stores, checkpoint, journal, options } = request;
+        let address = SaveAddress::new(&folder, &stores)?;
+        let planned = move |_: &Watch| SavePlan::of_files(files, index, small);
+        let plan = open_detached(planned, options.stall_timeout, &mut go_on)?;
+        let tensors: Vec<At> = (0..plan.sources.len() as u32).map(At::File).collect();
+        let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
+        let journal = Journal::begin(&journal, &address, plan.index_name().as_deref())?;
+        let (plan, place, told) =
+            SavePlace::of_address(plan, &address, Some(checkpoint), Some(journal), &options, go_on)?;
+        report.fallbacks.extend(told);
+        Self::write(plan, place, folder, &tensors, Arc::new(()), &options, report, began)
+    }
+
+    #[allow(clippy::too_many_arguments)] // They are the parts of both requests.
+    fn write(
+        plan: SavePlan,
+        place: SavePlace,
+        folder: Location,
+        tensors: &[At],
+        keep: Keep,
+        options: &Options,
+        mut report: SaveReport,
+        began: Instant,
+    ) -> Result<Save> {
         report.file_bytes = plan.files.iter().map(|file| file.size).sum();
-        report.files = plan.files.len() + usize::from(plan.index.is_some());
+        report.files = plan.files.len() + usize::from(plan.index.is_some()) + plan.small.len();
         let names = plan.names();
         let SavePlace { target, extent, is_direct, writers, most: most_writers } = place;
-        let (chunks, pieces, late) = cut(&plan, &tensors, extent)?;
-        let staged = is_direct || pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..)));
+        let (chunks, pieces, late) = cut(&plan, tensors, extent)?;
+        let staged = is_direct || pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..) | Supply::File(..)));
         let most = match (options.threads, staged) {
             (0, true) => writers.max(DIRECT_WRITERS),
             (0, false) => writers,
@@ -154,6 +221,7 @@ impl Save {
             written: plan.files.iter().map(|_| AtomicU64::new(0)).collect(),
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
             _keep: keep,
+            sources: plan.sources,
             staging,
             next: AtomicUsize::new(0),
         });

@@ -14,21 +14,30 @@
 //! The slabs, one per thread of the crew, and the late tensors that are not written yet bound the memory: each of both has
 //! `staging` at most, or what one chunk needs. The stall timeout bounds how long a write may hang, or other loads may keep the staging.
 
+mod address;
+mod before;
+mod bucket;
 mod chunks;
 mod crew;
 mod files;
 mod folder;
 mod handle;
 mod in_place;
+mod journal;
 mod late;
+mod names;
 mod objects;
 mod output;
 mod plan;
+mod pushed;
 mod shared;
+mod side_by_side;
 mod target;
 
+pub use bucket::Bucket;
 pub use chunks::At;
 pub use handle::{Save, SaveRequest, Wanted};
 pub(crate) use output::Output;
 pub use plan::{Arrangement, FilePlan, SavePlan, Tensor};
+pub use pushed::PushRequest;
 pub use shared::SaveReport;

@@ -8,15 +8,17 @@
 //! Two saves to one prefix: the visible object is written on the condition that it is still the one that was there at the
 //! start. The later save fails.
 
+use super::before::{is_refusal, Asker, Before, HIDES};
 use super::chunks::{Chunk, ChunkPart, Supply};
-use super::folder::belongs;
-use super::plan::{SavePlan, INDEX_SUFFIX, SUFFIX};
-use super::shared::{SaveReport, SaveShared};
+use super::journal::Journal;
+use super::plan::{FilePlan, SavePlan};
+use super::shared::SaveShared;
+use super::side_by_side::each;
 use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::store::upload::{Patient, Precondition, Upload, UploadWatch, Uploaded, Uploads};
-use crate::store::{Location, Store};
+use crate::store::{Location, Store, Watch};
 use crate::sync::{lock, Mutex};
 use std::ffi::OsStr;
 use std::hash::{BuildHasher, RandomState};
@@ -27,19 +29,22 @@ use std::time::{Duration, Instant};
 const CLEARING: Duration = Duration::from_secs(10);
 /// How long a save that was given up waits for an answer which tells what there is to be cleared.
 const LINGERING: Duration = Duration::from_secs(5);
-/// The name of a single file that hides an index, for readers such as transformers. Of other names the index hides the file.
-const HIDES: &str = "model.safetensors";
+/// Shards that become objects at the same time.
+const ENDING: usize = 8;
 
 /// See the module's documentation.
 pub(super) struct ObjectsTarget {
     uploads: Arc<dyn Uploads>,
     folder: Location,
     objects: Vec<ObjectUnderWay>,
+    /// Objects that come after the shards, and before the checkpoint is visible.
+    small: Vec<(Location, Vec<u8>)>,
     /// Bytes of each part but the last.
     part: u64,
     in_order: bool,
     index: Option<(Location, String)>,
     before: Before,
+    journal: Option<Journal>,
     /// The new checkpoint, as readers see it now.
     visible: Mutex<Visible>,
 }
@@ -67,21 +72,6 @@ enum UploadStage {
     Finishing(Arc<dyn Upload>),
     /// It is there.
     There(Uploaded),
-}
-
-/// The checkpoint of this name that was there when the save began.
-#[derive(Debug, Default)]
-struct Before {
-    /// Objects that the new checkpoint replaces, the index first.
-    earlier: Vec<Location>,
-    /// The single file and its version.
-    single: Option<(Location, Option<String>)>,
-    /// The index and its version.
-    index: Option<(Location, Option<String>)>,
-    /// The name of a single file that would hide the index; `None`: that file was there at the start.
-    appears: Option<Location>,
-    /// True if the server does not say which objects there are.
-    is_unlisted: bool,
 }
 
 /// The save that waits for an upload.
@@ -154,35 +144,40 @@ impl ObjectsTarget {
     /// `Unsupported` where nothing can be written; `Permission`, `NotFound`, `Io` of the server; `Invalid` for an object that
     /// is too large for it.
     pub(super) fn new(
-        plan: &mut SavePlan,
+        mut plan: SavePlan,
         folder: &Location,
         store: &Arc<dyn Store>,
         checkpoint: Option<&str>,
         extent: u64,
-        report: &mut SaveReport,
-    ) -> Result<ObjectsTarget> {
+        journal: Option<Journal>,
+        watch: &Watch,
+    ) -> Result<(ObjectsTarget, SavePlan, Vec<Fallback>)> {
         let uploads = store.uploads().map_err(|e| e.at(folder))?;
         let limits = uploads.limits();
-        let part = part_of(plan, &*uploads, extent).map_err(|e| e.at(folder))?;
+        let part = part_of(&plan, &*uploads, extent).map_err(|e| e.at(folder))?;
+        let asker = Asker { store: &**store, uploads: &*uploads, watch };
         let name = plan.files.first().map(|file| file.name.clone()).unwrap_or_default();
-        let before = match checkpoint {
-            Some(name) => Before::find(store, &*uploads, folder, name, report)?,
-            None => Before::of_object(&*uploads, folder.within(&name))?,
+        let mut before = match checkpoint {
+            Some(name) => Before::find(&asker, folder, name)?,
+            None => Before::of_object(&asker, folder.within(&name))?,
         };
-        let is_taken = |name: &OsStr| before.earlier.iter().any(|at| at.file_name() == name);
-        if plan.index.is_some() && (before.is_unlisted || plan.files.iter().any(|file| is_taken(&file.name))) {
-            plan.tag_shards(&tag());
+        let is_taken = |file: &FilePlan| before.is_unlisted || before.names.contains(&file.name);
+        if plan.index.is_some() && plan.files.iter().any(is_taken) {
+            plan.tag_shards(&tag())?;
         }
-        let object = |file: &super::plan::FilePlan| ObjectUnderWay {
+        let object = |file: &FilePlan| ObjectUnderWay {
             at: folder.within(&file.name),
             size: file.size,
             stage: Mutex::new(UploadStage::Away),
         };
         let objects = plan.files.iter().map(object).collect();
         let index = plan.index_name().map(|name| folder.within(OsStr::new(&name))).zip(plan.index.clone());
-        let (folder, in_order) = (folder.clone(), limits.in_order);
-        let visible = Mutex::new(Visible::No);
-        Ok(ObjectsTarget { uploads, folder, objects, part, in_order, index, before, visible })
+        let in_order = limits.in_order;
+        let (visible, fallbacks) = (Mutex::new(Visible::No), std::mem::take(&mut before.fallbacks));
+        let small = std::mem::take(&mut plan.small).into_iter().map(|(name, bytes)| (folder.within(&name), bytes));
+        let (small, folder) = (small.collect(), folder.clone());
+        let target = ObjectsTarget { uploads, folder, objects, small, part, in_order, index, before, journal, visible };
+        Ok((target, plan, fallbacks))
     }
 
     /// Bytes of each chunk.
@@ -192,7 +187,7 @@ impl ObjectsTarget {
 
     /// Most requests at the same time.
     pub(super) fn connections(&self) -> usize {
-        self.uploads.connections()
+        self.uploads.sender().connections()
     }
 
     /// True if a checkpoint is visible as soon as this object is there.
@@ -226,12 +221,21 @@ impl ObjectsTarget {
                 // Its answer has the number by which it can be given up.
                 let watch = Lingering::of(shared);
                 watch.0.check()?;
+                self.note(|journal| journal.begun(&object.at))?;
                 let upload = self.uploads.begin(&object.at, object.size, self.part, &condition, &watch)?;
                 let upload: Arc<dyn Upload> = upload.into();
                 *stage = UploadStage::Sending(upload.clone());
+                if let Some(name) = upload.name() {
+                    self.note(|journal| journal.uploading(&object.at, name))?;
+                }
                 Ok(upload)
             }
         }
+    }
+
+    /// Writes to the journal, if there is one.
+    fn note(&self, line: impl FnOnce(&Journal) -> Result<()>) -> Result<()> {
+        self.journal.as_ref().map_or(Ok(()), line)
     }
 
     fn send(&self, shared: &SaveShared, chunk: &Chunk, bytes: &[&[u8]]) -> Result<Written> {
@@ -248,7 +252,10 @@ impl ObjectsTarget {
         if let UploadStage::Sending(upload) = &*stage {
             let upload = upload.clone();
             *stage = UploadStage::Finishing(upload.clone());
-            *stage = UploadStage::There(upload.finish(watch).map_err(|e| e.at(&object.at))?);
+            let there = upload.finish(watch).map_err(|e| e.at(&object.at))?;
+            let version = there.version.clone();
+            *stage = UploadStage::There(there);
+            self.note(|journal| journal.there(&object.at, version.as_deref()))?;
         }
         Ok(())
     }
@@ -268,9 +275,14 @@ impl ObjectsTarget {
 
     /// All parts are sent: the shards become objects, and then the checkpoint becomes visible.
     fn conclude_objects(&self, watch: &dyn UploadWatch) -> Result<()> {
-        for object in self.objects.iter().filter(|object| !self.is_visible(object)) {
+        let shards: Vec<_> = self.objects.iter().filter(|object| !self.is_visible(object)).collect();
+        each(&shards, ENDING.min(self.connections()), |object| {
             watch.check()?;
-            self.finish(object, watch)?;
+            self.finish(object, watch)
+        })?;
+        for (at, bytes) in &self.small {
+            watch.check()?;
+            self.uploads.put(at, bytes, &Precondition::Always, watch).map_err(|e| e.at(at))?;
         }
         self.publish(watch)
     }
@@ -323,6 +335,30 @@ impl ObjectsTarget {
         let Err(_) = self.uploads.remove(new, &Until(Instant::now() + CLEARING)) else { return e };
         *lock(&self.visible) = Visible::Unknown;
         e.reworded(|why| format!("{why}; {} stays", new.as_path().display()))
+    }
+
+    /// Tells what the report's reader cannot know of this bucket: it keeps old versions, or has no guard against a second writer.
+    fn tell_of_service(&self, shared: &SaveShared, watch: &dyn UploadWatch) {
+        let probe = self.folder.within(OsStr::new(&format!(".penstock-{}", tag())));
+        if matches!(self.uploads.heeds_conditions(&probe, watch), Ok(false)) {
+            let reason =
+                "this service ignores the conditions of requests (If-Match), so a second save to this address at \
+                          the same time is not noticed";
+            let from = "guard against a second writer";
+            shared.add_fallback(Fallback { from, to: "none", reason: reason.to_owned() });
+        }
+        let replaced = [&self.before.index, &self.before.single].into_iter().flatten().next();
+        let Some((at, version)) = replaced else { return };
+        let shows_versions =
+            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_versioned);
+        let is_kept = |version: &str| matches!(self.uploads.keeps_version(at, version, watch), Ok(true));
+        if self.objects.iter().any(shows_versions) || version.as_deref().is_some_and(is_kept) {
+            let reason =
+                "the bucket keeps versions: objects that are replaced or removed stay as old ones, until a lifecycle \
+                          rule removes those";
+            let from = "removing the earlier checkpoint";
+            shared.add_fallback(Fallback { from, to: "old versions stay", reason: reason.to_owned() });
+        }
     }
 
     /// True if this is the index of the earlier checkpoint, and another one by now.
@@ -386,19 +422,25 @@ impl SaveTarget for ObjectsTarget {
     fn conclude(&self, shared: &SaveShared) -> Result<()> {
         let given_up = |e: Error| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned());
         SaveWatch(shared).check().map_err(given_up)?;
-        self.conclude_objects(&Lingering::of(shared)).map_err(of_writing)?;
+        let watch = Lingering::of(shared);
+        self.conclude_objects(&watch).map_err(of_writing)?;
         let is_checked =
             |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_checked);
         if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
             let reason = format!("{}: the server says no checksum", object.at.as_path().display());
             shared.add_fallback(Fallback { from: "checksum by the server", to: "none", reason });
         }
-        self.remove_earlier(shared).map_err(of_writing)
+        let removed = self.remove_earlier(shared).map_err(of_writing);
+        self.tell_of_service(shared, &watch);
+        removed
     }
 
     fn clear(&self, _shared: &SaveShared, is_complete: bool) -> Vec<String> {
         let left = self.cleared(is_complete);
-        self.uploads.rest();
+        if let Some(journal) = &self.journal {
+            journal.end(left.is_empty());
+        }
+        self.uploads.sender().rest();
         left
     }
 
@@ -470,82 +512,8 @@ fn of_writing(e: Error) -> Error {
     }
 }
 
-/// True if a server lets these credentials not do that.
-fn is_refusal(e: &Error) -> bool {
-    e.kind() == ErrorKind::Permission && e.status().is_some()
-}
-
 /// A tag for the names of shards.
 fn tag() -> String {
     // Keys of the process' hash tables are random.
     format!("s{:08x}", RandomState::new().hash_one(Instant::now()) as u32)
-}
-
-impl Before {
-    /// The object that a save of one file replaces.
-    fn of_object(uploads: &dyn Uploads, at: Location) -> Result<Before> {
-        let single = match uploads.version(&at, &Patient) {
-            Ok(None) => None,
-            Ok(version) => Some((at, version)),
-            // Nobody may look at it: then there is no condition.
-            Err(e) if is_refusal(&e) => Some((at, None)),
-            Err(e) => return Err(e.at(&at)),
-        };
-        Ok(Before { single, ..Before::default() })
-    }
-
-    fn find(
-        store: &Arc<dyn Store>,
-        uploads: &dyn Uploads,
-        folder: &Location,
-        name: &str,
-        report: &mut SaveReport,
-    ) -> Result<Before> {
-        let listed = match store.list(&in_folder(folder)) {
-            Ok(listed) => listed,
-            Err(e) if e.kind() == ErrorKind::NotFound => Vec::new(),
-            Err(e) if is_refusal(&e) => {
-                let reason = e.message().to_owned();
-                report.fallbacks.push(Fallback { from: "listing the prefix", to: "leaving what is there", reason });
-                return Ok(Before { is_unlisted: true, ..Before::of_unlisted(uploads, folder, name)? });
-            }
-            Err(e) => return Err(e.at(folder)),
-        };
-        let mut earlier: Vec<Location> =
-            listed.into_iter().filter(|at| at.file_name().to_str().is_some_and(|found| belongs(found, name))).collect();
-        earlier.sort_by_key(|at| at.ending() != Some("json"));
-        let mut before = Before { earlier, ..Before::default() };
-        let (single, index) = visible(folder, name);
-        for (at, slot) in [(single, &mut before.single), (index, &mut before.index)] {
-            if before.earlier.contains(&at) {
-                *slot = Before::of_object(uploads, at)?.single;
-            }
-        }
-        if before.single.is_none() && name == HIDES {
-            before.appears = Some(visible(folder, name).0);
-        }
-        Ok(before)
-    }
-
-    /// The same where nothing is listed.
-    fn of_unlisted(uploads: &dyn Uploads, folder: &Location, name: &str) -> Result<Before> {
-        let (single, index) = visible(folder, name);
-        let (single, index) = (Before::of_object(uploads, single)?.single, Before::of_object(uploads, index)?.single);
-        Ok(Before { single, index, ..Before::default() })
-    }
-}
-
-/// The single file and the index of a checkpoint of this name.
-fn visible(folder: &Location, name: &str) -> (Location, Location) {
-    let stem = name.strip_suffix(SUFFIX).unwrap_or(name);
-    let index = format!("{stem}{SUFFIX}{INDEX_SUFFIX}");
-    (folder.within(OsStr::new(name)), folder.within(OsStr::new(&index)))
-}
-
-/// The address as a listing wants it: a folder.
-fn in_folder(folder: &Location) -> Location {
-    match folder {
-        Location::Url(text) if !text.ends_with('/') => Location::Url(format!("{text}/")),
-        other => other.clone(),
-    }
 }

@@ -6,19 +6,20 @@
 //! its size, and at least at a multiple of its element's size. [`Arrangement::Compact`] is the order and the padding of
 //! safetensors' own writer.
 
-use crate::error::{Error, Result};
+use super::names::{tagged, INDEX_SUFFIX, SUFFIX};
+use crate::error::{Error, ErrorKind, Result};
 use crate::format::{layer, quoted, DType};
 use crate::options::{Order, PAGE};
+use crate::store::SteadyFile;
 use serde_json::{json, Map, Value};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The longest header that readers of the format accept.
 const LONGEST_HEADER: usize = 100_000_000;
-pub(super) const SUFFIX: &str = ".safetensors";
-pub(super) const INDEX_SUFFIX: &str = ".index.json";
 /// The classes by which tensors are sorted: multiples of the first number come first.
 const CLASSES: [u64; 8] = [PAGE, 256, 64, 16, 8, 4, 2, 1];
 
@@ -78,9 +79,13 @@ pub struct SavePlan {
     /// The text of the index file, if there are several shards.
     pub index: Option<String>,
     /// Its name.
-    index_name: Option<String>,
+    pub(super) index_name: Option<String>,
     /// Bytes of all tensors.
     pub nbytes: u64,
+    /// Further objects that come with the checkpoint, before it is visible: names and contents.
+    pub(super) small: Vec<(OsString, Vec<u8>)>,
+    /// The files of this machine that have the bytes ([`At::File`](super::At::File)).
+    pub(super) sources: Vec<Arc<SteadyFile>>,
 }
 
 impl SavePlan {
@@ -188,22 +193,34 @@ impl SavePlan {
             // The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
             format!("{}{SUFFIX}{INDEX_SUFFIX}", name.strip_suffix(SUFFIX).unwrap_or(name))
         });
-        Ok(SavePlan { files, index, index_name, nbytes })
+        Ok(SavePlan { files, index, index_name, nbytes, small: Vec::new(), sources: Vec::new() })
     }
 
-    /// Gives the shards other names: `model-TAG-00001-of-00002.safetensors`. The index keeps its own.
-    pub(super) fn tag_shards(&mut self, tag: &str) {
-        let Some(index) = &mut self.index else { return };
-        for (number, file) in self.files.iter_mut().enumerate() {
+    /// Gives the shards other names: `model-TAG-00001-of-00002.safetensors`. The index keeps its own, and names them.
+    ///
+    /// # Errors
+    /// `Index` if it is none.
+    pub(super) fn tag_shards(&mut self, tag: &str) -> Result<()> {
+        let Some(text) = &mut self.index else { return Ok(()) };
+        let none = |why: &str| Error::new(ErrorKind::Index, format!("this is no index: {why}"));
+        let mut index: Value = serde_json::from_str(text).map_err(|e| none(&e.to_string()))?;
+        let map = index.get_mut("weight_map").and_then(Value::as_object_mut);
+        let map = map.ok_or_else(|| none("it has no `weight_map`"))?;
+        let mut renamed = HashMap::new();
+        for file in &mut self.files {
             let old = file.name.to_string_lossy().into_owned();
-            let numbered = format!("-{:05}-of-", number + 1);
-            let new = match old.rsplit_once(&numbered) {
-                Some((stem, rest)) => format!("{stem}-{tag}{numbered}{rest}"),
-                None => continue,
-            };
-            *index = index.replace(&Value::from(old).to_string(), &Value::from(new.as_str()).to_string());
-            file.name = new.into();
+            let new = tagged(&old, tag);
+            file.name = OsString::from(&new);
+            renamed.insert(old, new);
         }
+        for name in map.values_mut() {
+            if let Some(new) = name.as_str().and_then(|old| renamed.get(old)) {
+                *name = Value::from(new.as_str());
+            }
+        }
+        *text = serde_json::to_string_pretty(&index).unwrap_or_default();
+        text.push('\n');
+        Ok(())
     }
 
     /// Names of the files, the index file last.

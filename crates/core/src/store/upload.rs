@@ -1,7 +1,7 @@
 //! Objects that are written: the interface of the kinds of storage that take them.
 
 use super::location::Location;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use std::fmt::Debug;
 use std::time::Duration;
 
@@ -52,7 +52,7 @@ pub trait UploadWatch: Sync {
     fn moved(&self);
 
     /// A request is sent again, for this reason.
-    fn again(&self, why: &crate::error::Error) {
+    fn again(&self, why: &Error) {
         let _ = why;
     }
 }
@@ -64,6 +64,8 @@ pub struct Uploaded {
     pub version: Option<String>,
     /// True if the server has compared the bytes with a checksum, and said so.
     pub is_checked: bool,
+    /// True if the answer shows that the bucket keeps old versions.
+    pub is_versioned: bool,
 }
 
 /// A service that takes objects. All of its calls block.
@@ -102,9 +104,55 @@ pub trait Uploads: Send + Sync + Debug {
     /// As for [`begin`](Self::begin).
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()>;
 
-    /// How long a request may bring nothing.
-    fn stall(&self) -> Duration;
+    /// The time since an object was written, by the server's clock; `None` if there is none.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>>;
 
+    /// The uploads below an address that have begun and not ended. `None`: the service forgets them by itself, and lists none.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn unfinished(&self, folder: &Location, watch: &dyn UploadWatch) -> Result<Option<Vec<UnfinishedUpload>>> {
+        let _ = (folder, watch);
+        Ok(None)
+    }
+
+    /// Has the server forget an upload with this name ([`Upload::name`]). One that it does not know is no error.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin); `Unsupported` where uploads have no names.
+    fn forget(&self, at: &Location, name: &str, watch: &dyn UploadWatch) -> Result<()> {
+        let _ = (name, watch);
+        Err(Error::new(ErrorKind::Unsupported, "uploads to this service have no names").at(at))
+    }
+
+    /// True if the service keeps to conditions. `probe` is an object that is not there: a service that is not known is asked to
+    /// replace it, which it must refuse. It is gone afterwards.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin): nobody knows.
+    fn heeds_conditions(&self, probe: &Location, watch: &dyn UploadWatch) -> Result<bool> {
+        let _ = (probe, watch);
+        Ok(true)
+    }
+
+    /// True if a version of an object is kept that was replaced. Only where [`Uploaded`] does not show it.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin): nobody knows.
+    fn keeps_version(&self, at: &Location, version: &str, watch: &dyn UploadWatch) -> Result<bool> {
+        let _ = (at, version, watch);
+        Ok(false)
+    }
+
+    /// The connections that requests are sent on.
+    fn sender(&self) -> &dyn Sender;
+}
+
+/// The connections of a service that takes objects.
+pub trait Sender {
     /// Most requests at the same time.
     fn connections(&self) -> usize;
 
@@ -112,8 +160,25 @@ pub trait Uploads: Send + Sync + Debug {
     fn rest(&self);
 }
 
+/// An upload that has begun and not ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnfinishedUpload {
+    /// Where its object would be.
+    pub at: Location,
+    /// The server's name of it.
+    pub name: String,
+    /// The time since it began, by the server's clock.
+    pub age: Duration,
+}
+
 /// An object whose parts are being sent.
 pub trait Upload: Send + Sync {
+    /// The server's name of it, with which another process can have it forgotten. `None` where there is none, or where
+    /// the name alone allows to write.
+    fn name(&self) -> Option<&str> {
+        None
+    }
+
     /// Sends part `number`, counted from 0, which begins at byte `offset`. It may be sent again.
     ///
     /// # Errors

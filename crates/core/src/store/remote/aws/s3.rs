@@ -164,7 +164,8 @@ impl SignsWrites for S3 {
         let none = || Err(Error::new(ErrorKind::Internal, "no credentials came; please report this"));
         let worded = self.credentials.with_key(None, |key, generation| {
             let (bucket, name) = bucket_and_key(at)?;
-            if name.is_empty() {
+            // The list of uploads is one of the bucket.
+            if name.is_empty() && method != "GET" {
                 return Err(Error::invalid("it names a bucket, and no object in it"));
             }
             let region = self.region(bucket, key);

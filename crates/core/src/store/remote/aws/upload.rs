@@ -4,6 +4,7 @@
 //! Each part is sent with its CRC32C, which the server compares, and says in its answer. Servers that do not know checksums
 //! ignore it: then [`Uploaded::is_checked`] is false.
 
+use super::redirect::is_of_amazon;
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::tokens::form;
@@ -11,8 +12,11 @@ use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::Requests;
 use crate::store::remote::http::xml;
-use crate::store::remote::upload::{Courier, Reply, WriteOrder};
-use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
+use crate::store::remote::listing::parts;
+use crate::store::remote::upload::{changed, content_type, is_checked, other_bytes, since, Courier, Reply, WriteOrder};
+use crate::store::upload::{
+    PartLimits, Precondition, Sender, UnfinishedUpload, Upload, UploadWatch, Uploaded, Uploads,
+};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
 use std::collections::BTreeMap;
@@ -117,12 +121,6 @@ fn condition(condition: &Precondition) -> Vec<(&'static str, String)> {
     }
 }
 
-/// The error of a condition that does not hold.
-fn changed(at: &Location, reply: &Reply) -> Error {
-    let text = format!("another program has written this object meanwhile ({})", reply.shown);
-    Error::new(ErrorKind::Changed, text).at(at).answered(reply.status, None)
-}
-
 fn sum(crc: u32) -> String {
     BASE64_STANDARD.encode(crc.to_be_bytes())
 }
@@ -144,7 +142,7 @@ impl Uploads for S3Uploads {
         condition: &Precondition,
         watch: &dyn UploadWatch,
     ) -> Result<Box<dyn Upload>> {
-        let fields = [("x-amz-checksum-algorithm", "CRC32C".to_owned()), ("content-type", content_type(at))];
+        let fields = [("x-amz-checksum-algorithm", "CRC32C".to_owned()), ("content-type", content_type(at).to_owned())];
         let ask = S3Ask { at, method: "POST", query: &[("uploads", String::new())], fields: &fields, is_long: false };
         let reply = self.send(&ask, &[], &[], watch)?;
         let found = texts(&reply, "InitiateMultipartUploadResult", at)?;
@@ -157,11 +155,12 @@ impl Uploads for S3Uploads {
     fn put(&self, at: &Location, bytes: &[u8], when: &Precondition, watch: &dyn UploadWatch) -> Result<Uploaded> {
         let crc = sum(crc32c::crc32c(bytes));
         let mut fields = condition(when);
-        fields.extend([(SUM, crc.clone()), ("content-type", content_type(at))]);
+        fields.extend([(SUM, crc.clone()), ("content-type", content_type(at).to_owned())]);
         let ask = S3Ask { at, method: "PUT", query: &[], fields: &fields, is_long: false };
         let reply = self.send(&ask, &[bytes], UNMET, watch)?;
         if !UNMET.contains(&reply.status) {
-            return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
+            let is_checked = is_checked(&reply, SUM, &crc, at)?;
+            return Ok(Uploaded { version: reply.field("etag"), is_checked, is_versioned: is_versioned(&reply) });
         }
         // It may be there because of an earlier try whose answer was lost.
         if reply.is_repeated {
@@ -188,20 +187,114 @@ impl Uploads for S3Uploads {
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
-    fn stall(&self) -> Duration {
-        self.courier.stall()
+    fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
+        let ask = S3Ask { at, method: "HEAD", query: &[], fields: &[], is_long: false };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        match reply.field("last-modified").and_then(|moment| since(&reply, &moment)) {
+            _ if reply.status == 404 => Ok(None),
+            None => Err(reply.unexpected("no time of the object (Last-Modified) was given").at(at)),
+            age => Ok(age),
+        }
     }
 
-    fn connections(&self) -> usize {
-        self.courier.connections()
+    fn unfinished(&self, folder: &Location, watch: &dyn UploadWatch) -> Result<Option<Vec<UnfinishedUpload>>> {
+        let text = folder.to_string();
+        let (bucket, key) = parts(&text)?;
+        let root = text.strip_suffix(key).unwrap_or(&text).trim_end_matches('/').to_owned();
+        let prefix = if key.is_empty() || key.ends_with('/') { key.to_owned() } else { format!("{key}/") };
+        let bucket = Location::Url(format!("{}://{bucket}/", folder.scheme().unwrap_or_default()));
+        let (mut found, mut behind) = (Vec::new(), None);
+        loop {
+            let page = self.unfinished_page(&bucket, &prefix, behind.as_ref(), watch)?;
+            for (key, name, age) in page.uploads {
+                found.push(UnfinishedUpload { at: Location::Url(format!("{root}/{key}")), name, age });
+            }
+            match page.next {
+                None => return Ok(Some(found)),
+                next if next == behind => {
+                    let text = "the server says that its list of uploads goes on, and gives the same page again";
+                    return Err(Error::new(ErrorKind::Io, text).at(folder));
+                }
+                next => behind = next,
+            }
+        }
     }
 
-    fn rest(&self) {
-        self.courier.rest();
+    fn forget(&self, at: &Location, name: &str, watch: &dyn UploadWatch) -> Result<()> {
+        let query = [("uploadId", name.to_owned())];
+        let ask = S3Ask { at, method: "DELETE", query: &query, fields: &[], is_long: false };
+        self.send(&ask, &[], &[404], watch).map(drop)
+    }
+
+    fn heeds_conditions(&self, probe: &Location, watch: &dyn UploadWatch) -> Result<bool> {
+        let (address, ..) = self.s3.worded(&probe.to_string(), "PUT", "", &[])?;
+        if is_of_amazon(&address.server.host) {
+            return Ok(true);
+        }
+        match self.put(probe, &[], &Precondition::Version("\"penstock\"".to_owned()), watch) {
+            Err(e) if e.kind() == ErrorKind::Changed => Ok(true),
+            Err(e) => Err(e),
+            Ok(_) => self.remove(probe, watch).map(|()| false),
+        }
+    }
+
+    fn sender(&self) -> &dyn Sender {
+        &*self.courier
     }
 }
 
+/// A page of the uploads that have not ended.
+#[derive(Default)]
+struct UnfinishedPage {
+    /// The key of each, its name and its age.
+    uploads: Vec<(String, String, Duration)>,
+    /// Key and name that the next page begins behind.
+    next: Option<(String, String)>,
+}
+
 impl S3Uploads {
+    /// A page of `ListMultipartUploads`.
+    fn unfinished_page(
+        &self,
+        bucket: &Location,
+        prefix: &str,
+        behind: Option<&(String, String)>,
+        watch: &dyn UploadWatch,
+    ) -> Result<UnfinishedPage> {
+        let mut query = vec![("prefix", prefix.to_owned()), ("uploads", String::new())];
+        if let Some((key, name)) = behind {
+            query.extend([("key-marker", key.clone()), ("upload-id-marker", name.clone())]);
+        }
+        query.sort_unstable();
+        let ask = S3Ask { at: bucket, method: "GET", query: &query, fields: &[], is_long: false };
+        let reply = self.send(&ask, &[], &[], watch)?;
+        let body = String::from_utf8_lossy(&reply.body);
+        let (mut page, mut next) = (UnfinishedPage::default(), [None, None]);
+        let (mut key, mut name, mut age) = (String::new(), String::new(), None);
+        let (mut is_truncated, mut is_undated) = (false, false);
+        let read = xml::read(&body, |element| match element.path[1..] {
+            ["Upload", "Key"] => key = element.text,
+            ["Upload", "UploadId"] => name = element.text,
+            ["Upload", "Initiated"] => age = since(&reply, element.text.trim()),
+            ["Upload"] => match age.take() {
+                Some(age) => page.uploads.push((std::mem::take(&mut key), std::mem::take(&mut name), age)),
+                None => is_undated = true,
+            },
+            ["NextKeyMarker"] => next[0] = Some(element.text),
+            ["NextUploadIdMarker"] => next[1] = Some(element.text),
+            ["IsTruncated"] => is_truncated = element.text.trim().eq_ignore_ascii_case("true"),
+            _ => {}
+        });
+        if read != Ok("ListMultipartUploadsResult") || is_undated {
+            return Err(reply.unexpected("no list of uploads came").at(bucket));
+        }
+        if is_truncated {
+            let [key, name] = next;
+            page.next = Some((key.unwrap_or_default(), name.unwrap_or_default()));
+        }
+        Ok(page)
+    }
+
     /// The version of the object if it has this size and checksum.
     fn is_there(&self, at: &Location, size: u64, crc: &str, watch: &dyn UploadWatch) -> Result<Option<Uploaded>> {
         is_there(&*self.s3, &self.courier, at, size, crc, watch)
@@ -222,27 +315,13 @@ fn is_there(
     let is_it = reply.status != 404
         && reply.field(SUM).is_some_and(|found| found == crc)
         && reply.field("content-length").is_some_and(|found| found == size.to_string());
-    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true }))
+    let is_versioned = is_versioned(&reply);
+    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true, is_versioned }))
 }
 
-/// True if the server says that it has compared the checksum.
-///
-/// # Errors
-/// `Io`: it has another one.
-fn checked(reply: &Reply, crc: &str, at: &Location) -> Result<bool> {
-    match reply.field(SUM) {
-        None => Ok(false),
-        Some(found) if found == crc => Ok(true),
-        Some(found) => {
-            let text = format!("the server has other bytes than were sent (CRC32C {found}, and not {crc})");
-            Err(Error::new(ErrorKind::Io, text).at(at))
-        }
-    }
-}
-
-fn content_type(at: &Location) -> String {
-    let is_json = at.file_name().to_string_lossy().ends_with(".json");
-    if is_json { "application/json" } else { "application/octet-stream" }.to_owned()
+/// True if the answer names a version: a bucket without versioning has none, and one that was suspended calls it `null`.
+fn is_versioned(reply: &Reply) -> bool {
+    reply.field("x-amz-version-id").is_some_and(|version| version != "null")
 }
 
 /// The texts of the elements directly in the root, which must have this name.
@@ -290,6 +369,10 @@ impl S3Upload {
 }
 
 impl Upload for S3Upload {
+    fn name(&self) -> Option<&str> {
+        Some(&self.id)
+    }
+
     fn part(&self, number: u32, offset: u64, bytes: &[&[u8]], watch: &dyn UploadWatch) -> Result<()> {
         let crc = crc_of(bytes);
         let said = sum(crc);
@@ -299,7 +382,7 @@ impl Upload for S3Upload {
         let length: usize = bytes.iter().map(|part| part.len()).sum();
         let ranged = |e: Error| e.range(offset..offset + length as u64);
         let reply = self.send(&ask, bytes, &[], watch).map_err(ranged)?;
-        let is_checked = checked(&reply, &said, &self.at).map_err(ranged)?;
+        let is_checked = is_checked(&reply, SUM, &said, &self.at).map_err(ranged)?;
         let none = || ranged(reply.unexpected("the server gives a part no ETag").at(&self.at));
         let etag = reply.field("etag").ok_or_else(none)?;
         lock(&self.parts).insert(number, S3Part { etag, crc, is_checked });
@@ -343,10 +426,9 @@ impl Upload for S3Upload {
         let found = texts(&reply, "CompleteMultipartUploadResult", &self.at)?;
         // Without a `-` it is that of the whole object.
         if let Some(sum) = found.get("ChecksumCRC32C").filter(|sum| sum.contains('-') && **sum != whole) {
-            let text = format!("the server has other bytes than were sent (CRC32C {sum}, and not {whole})");
-            return Err(Error::new(ErrorKind::Io, text).at(&self.at));
+            return Err(other_bytes(sum, &whole, &self.at));
         }
-        Ok(Uploaded { version: found.get("ETag").cloned(), is_checked })
+        Ok(Uploaded { version: found.get("ETag").cloned(), is_checked, is_versioned: is_versioned(&reply) })
     }
 
     fn abort(&self, watch: &dyn UploadWatch) -> Result<()> {

@@ -10,8 +10,8 @@ use crate::store::remote::auth::tokens::form;
 use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::Requests;
-use crate::store::remote::upload::{Courier, Reply, WriteOrder};
-use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
+use crate::store::remote::upload::{changed, content_type, is_checked, since, Courier, Reply, WriteOrder};
+use crate::store::upload::{PartLimits, Precondition, Sender, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
 use std::collections::BTreeMap;
@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 const LIMITS: PartLimits = PartLimits { least: 1, most: 4000 << 20, parts: 50_000, step: 1, in_order: false };
 /// The field with the number of an upload.
 const MARK: &str = "x-ms-meta-penstock";
+/// The field of a checksum.
+const SUM: &str = "x-ms-content-crc64";
 
 /// Opens containers for requests that write.
 pub(super) trait OpensContainers: Requests {
@@ -83,18 +85,6 @@ fn condition(condition: &Precondition) -> String {
     }
 }
 
-fn changed(at: &Location, reply: &Reply) -> Error {
-    let text = format!("another program has written this blob meanwhile ({})", reply.shown);
-    Error::new(ErrorKind::Changed, text).at(at).answered(reply.status, None)
-}
-
-fn content_type(at: &Location) -> &'static str {
-    match at.file_name().to_string_lossy().ends_with(".json") {
-        true => "application/json",
-        false => "application/octet-stream",
-    }
-}
-
 fn mark() -> String {
     format!("{:016x}", RandomState::new().hash_one(Instant::now()))
 }
@@ -110,7 +100,13 @@ fn marked(
     let ask = AzureAsk { at, method: "HEAD", query: &[], fields: String::new() };
     let reply = send(azure, courier, &ask, &[], &[404], watch)?;
     let is_it = reply.status != 404 && reply.field(MARK).is_some_and(|found| found == mark);
-    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true }))
+    let is_versioned = is_versioned(&reply);
+    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true, is_versioned }))
+}
+
+/// True if the answer names a version, which only accounts with versioning have.
+fn is_versioned(reply: &Reply) -> bool {
+    reply.field("x-ms-version-id").is_some()
 }
 
 /// CRC-64/NVME of bytes, as Azure has it: base64 of its bytes, the lowest first.
@@ -173,21 +169,6 @@ impl Crc64 {
     }
 }
 
-/// True if the server says that it has compared the checksum.
-///
-/// # Errors
-/// `Io`: it has another one.
-fn checked(reply: &Reply, crc: &str, at: &Location) -> Result<bool> {
-    match reply.field("x-ms-content-crc64") {
-        None => Ok(false),
-        Some(found) if found == crc => Ok(true),
-        Some(found) => {
-            let text = format!("the server has other bytes than were sent (CRC64 {found}, and not {crc})");
-            Err(Error::new(ErrorKind::Io, text).at(at))
-        }
-    }
-}
-
 impl AzureUploads {
     pub(super) fn new(azure: Arc<dyn OpensContainers>, common: Arc<Common>) -> Result<AzureUploads> {
         Ok(AzureUploads { azure, courier: Arc::new(Courier::new(common)?) })
@@ -225,7 +206,8 @@ impl Uploads for AzureUploads {
         let ask = AzureAsk { at, method: "PUT", query: &[], fields };
         let reply = self.send(&ask, &[bytes], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
-            return Ok(Uploaded { version: reply.field("etag"), is_checked: checked(&reply, &crc, at)? });
+            let is_checked = is_checked(&reply, SUM, &crc, at)?;
+            return Ok(Uploaded { version: reply.field("etag"), is_checked, is_versioned: is_versioned(&reply) });
         }
         let found = match reply.is_repeated {
             true => marked(&*self.azure, &self.courier, at, &mark, watch)?,
@@ -242,19 +224,27 @@ impl Uploads for AzureUploads {
 
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
         let ask = AzureAsk { at, method: "DELETE", query: &[], fields: String::new() };
-        self.send(&ask, &[], &[404], watch).map(drop)
+        let reply = self.send(&ask, &[], &[404, 409], watch)?;
+        if reply.status == 409 {
+            // A policy of immutability, or a legal hold.
+            let text = format!("the server does not let it be removed ({})", reply.shown);
+            return Err(Error::new(ErrorKind::Permission, text).at(at).answered(409, None));
+        }
+        Ok(())
     }
 
-    fn stall(&self) -> Duration {
-        self.courier.stall()
+    fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
+        let ask = AzureAsk { at, method: "HEAD", query: &[], fields: String::new() };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        match reply.field("last-modified").and_then(|moment| since(&reply, &moment)) {
+            _ if reply.status == 404 => Ok(None),
+            None => Err(reply.unexpected("no time of the blob (Last-Modified) was given").at(at)),
+            age => Ok(age),
+        }
     }
 
-    fn connections(&self) -> usize {
-        self.courier.connections()
-    }
-
-    fn rest(&self) {
-        self.courier.rest();
+    fn sender(&self) -> &dyn Sender {
+        &*self.courier
     }
 }
 
@@ -274,7 +264,7 @@ impl Upload for AzureUpload {
         let length: usize = bytes.iter().map(|part| part.len()).sum();
         let ranged = |e: Error| e.range(offset..offset + length as u64);
         let reply = send(&*self.azure, &self.courier, &ask, bytes, &[], watch).map_err(ranged)?;
-        let is_checked = checked(&reply, &crc, &self.at).map_err(ranged)?;
+        let is_checked = is_checked(&reply, SUM, &crc, &self.at).map_err(ranged)?;
         lock(&self.there).insert(number, is_checked);
         Ok(())
     }
@@ -296,7 +286,7 @@ impl Upload for AzureUpload {
         let ask = AzureAsk { at: &self.at, method: "PUT", query: &[("comp", "blocklist".to_owned())], fields };
         let reply = send(&*self.azure, &self.courier, &ask, &[text.as_bytes()], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
-            return Ok(Uploaded { version: reply.field("etag"), is_checked });
+            return Ok(Uploaded { version: reply.field("etag"), is_checked, is_versioned: is_versioned(&reply) });
         }
         let found = match reply.is_repeated {
             true => marked(&*self.azure, &self.courier, &self.at, &self.mark, watch)?,

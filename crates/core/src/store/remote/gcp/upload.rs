@@ -11,8 +11,8 @@ use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::{bearer_field, Requests};
 use crate::store::remote::listing::parts;
-use crate::store::remote::upload::{Courier, Reply, WriteOrder};
-use crate::store::upload::{PartLimits, Precondition, Upload, UploadWatch, Uploaded, Uploads};
+use crate::store::remote::upload::{changed, content_type, other_bytes, since, Courier, Reply, WriteOrder};
+use crate::store::upload::{PartLimits, Precondition, Sender, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
 use serde_json::{json, Value};
@@ -140,30 +140,18 @@ fn said(reply: &Reply, at: &Location) -> Result<Value> {
 fn uploaded(reply: &Reply, crc: &str, at: &Location) -> Result<Uploaded> {
     let said = said(reply, at)?;
     if let Some(found) = said["crc32c"].as_str().filter(|found| *found != crc) {
-        let text = format!("the server has other bytes than were sent (CRC32C {found}, and not {crc})");
-        return Err(Error::new(ErrorKind::Io, text).at(at));
+        return Err(other_bytes(found, crc, at));
     }
-    Ok(Uploaded { version: generation(&said), is_checked: said["crc32c"].is_string() })
+    // No answer says whether the bucket has versions: `keeps_version` asks.
+    Ok(Uploaded { version: generation(&said), is_checked: said["crc32c"].is_string(), is_versioned: false })
 }
 
 fn generation(said: &Value) -> Option<String> {
     said["generation"].as_str().map(str::to_owned).or_else(|| said["generation"].as_u64().map(|n| n.to_string()))
 }
 
-fn changed(at: &Location, reply: &Reply) -> Error {
-    let text = format!("another program has written this object meanwhile ({})", reply.shown);
-    Error::new(ErrorKind::Changed, text).at(at).answered(reply.status, None)
-}
-
 fn sum(crc: u32) -> String {
     BASE64_STANDARD.encode(crc.to_be_bytes())
-}
-
-fn content_type(at: &Location) -> &'static str {
-    match at.file_name().to_string_lossy().ends_with(".json") {
-        true => "application/json",
-        false => "application/octet-stream",
-    }
 }
 
 impl Uploads for GcsUploads {
@@ -210,7 +198,7 @@ impl Uploads for GcsUploads {
         // It may be there because of an earlier try whose answer was lost.
         if reply.is_repeated {
             if let Some(found) = self.found(at, watch)?.filter(|found| found["crc32c"].as_str() == Some(&crc)) {
-                return Ok(Uploaded { version: generation(&found), is_checked: true });
+                return Ok(Uploaded { version: generation(&found), is_checked: true, is_versioned: false });
             }
         }
         Err(changed(at, &reply))
@@ -225,16 +213,26 @@ impl Uploads for GcsUploads {
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
-    fn stall(&self) -> Duration {
-        self.courier.stall()
+    fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
+        let ask = GcsAsk { at, kind: GcsResource::Object, method: "GET", query: &[], fields: String::new() };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        if reply.status == 404 {
+            return Ok(None);
+        }
+        let age = said(&reply, at)?["updated"].as_str().and_then(|moment| since(&reply, moment));
+        age.map(Some).ok_or_else(|| reply.unexpected("no time of the object (updated) was given").at(at))
     }
 
-    fn connections(&self) -> usize {
-        self.courier.connections()
+    fn keeps_version(&self, at: &Location, version: &str, watch: &dyn UploadWatch) -> Result<bool> {
+        let query = [("generation", version.to_owned())];
+        let ask = GcsAsk { at, kind: GcsResource::Object, method: "GET", query: &query, fields: String::new() };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        // One that is not the newest says since when.
+        Ok(reply.status != 404 && said(&reply, at)?["timeDeleted"].is_string())
     }
 
-    fn rest(&self) {
-        self.courier.rest();
+    fn sender(&self) -> &dyn Sender {
+        &*self.courier
     }
 }
 
@@ -334,7 +332,7 @@ impl Upload for GcsUpload {
             let is_it =
                 |found: &Value| found["crc32c"].as_str() == Some(&crc) && found["size"] == json!(size.to_string());
             if let Some(found) = self.service.found(&self.at, watch)?.filter(is_it) {
-                return Ok(Uploaded { version: generation(&found), is_checked: true });
+                return Ok(Uploaded { version: generation(&found), is_checked: true, is_versioned: false });
             }
         }
         match reply.status {

@@ -65,8 +65,32 @@ pub(in crate::store::remote) fn late() -> io::Error {
 /// Status, fields and body of an answer.
 pub(in crate::store::remote) type Parts = (u16, Vec<(String, Vec<u8>)>, Vec<u8>);
 
-trait Wire: Read + Write + Send {}
-impl<T: Read + Write + Send> Wire for T {}
+trait Wire: Read + Write + Send {
+    /// Reads what the server has sent, and sends nothing: the connection takes no more.
+    fn read_only(&mut self, into: &mut [u8]) -> io::Result<usize>;
+}
+
+impl Wire for WithoutSignal<TcpStream> {
+    fn read_only(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.read(into)
+    }
+}
+
+impl<S: Read + Write + Send> Wire for StreamOwned<ClientConnection, S> {
+    /// Its own `read` first sends the rest of what was to be sent, and fails with that.
+    fn read_only(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.conn.reader().read(into) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                got => return got,
+            }
+            if self.conn.read_tls(&mut self.sock)? == 0 {
+                return Ok(0);
+            }
+            self.conn.process_new_packets().map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
+        }
+    }
+}
 
 /// See the module's documentation.
 pub(in crate::store::remote) struct Line {
@@ -216,7 +240,8 @@ impl Line {
                     None => Ok(parts),
                 };
             }
-            let got = match self.stream.read(&mut part) {
+            let read = if is_over { self.stream.read_only(&mut part) } else { self.stream.read(&mut part) };
+            let got = match read {
                 Err(e) if is_tick(&e) && !is_over => {
                     pace.left()?;
                     continue;

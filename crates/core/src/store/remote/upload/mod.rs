@@ -5,5 +5,7 @@
 
 mod courier;
 mod rate;
+mod replies;
 
 pub(super) use self::courier::{Courier, Reply, WriteOrder};
+pub(super) use self::replies::{changed, content_type, is_checked, other_bytes, since};

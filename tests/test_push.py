@@ -1,0 +1,426 @@
+"""`penstock push`, and what killed pushes leave, against a double of S3 (`upload_server`). `convert` to addresses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import penstock
+import pytest
+from conftest import Oracle
+from penstock import _journal, _pull, _push
+from penstock._convert import convert
+from penstock._push import clear_bucket, push
+from s3_server import error, serving
+from test_uploads import INDEX, KEY, PLACE, SECRET, load, same, settings, shards, tensors, visible
+from upload_server import Parts, Uploads
+
+Command = Callable[..., Any]
+CONFIG = b'{"model_type": "x"}'
+#: A shard, the index, a tokenizer's package of code
+SMALL = {"config.json": CONFIG, "tokenizer.json": b"{}" * 5000, "1_Pooling/config.json": b"{}"}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploads]:
+    monkeypatch.setenv(_journal.VARIABLE, str(tmp_path / "state"))
+    with serving(Uploads()) as found:
+        yield found
+
+
+def model(folder: Path, seed: int = 0, *, single: bool = False) -> Path:
+    """A folder with a checkpoint and what lies beside it."""
+    penstock.save(tensors(seed), folder, max_shard_size=None if single else 6100)
+    for name, content in SMALL.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    (folder / "optimizer.pt").write_bytes(b"not of a load")
+    (folder / ".penstock-pull.json").write_text("{}")
+    return folder
+
+
+def pushed(bucket: Uploads, folder: Path, at: str = PLACE, **more: Any) -> _push.Pushed:
+    return push(folder, at, storage=settings(bucket), **more)
+
+
+def journals(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "state").rglob("*.*"))
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_the_files_of_a_folder_are_objects_byte_for_byte(bucket: Uploads, tmp_path: Path, single: bool) -> None:
+    folder = model(tmp_path / "m", single=single)
+    found = pushed(bucket, folder)
+    expected = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("optimizer.pt", ".penstock-pull.json")
+    }
+    assert {key.removeprefix("models/one/"): content for key, content in bucket.objects.items()} == expected
+    assert {(file.path, file.nbytes) for file in found.files} == {(k, len(v)) for k, v in expected.items()}
+    keys = [key.removeprefix("models/one/") for key, _ in bucket.history]
+    last = "model.safetensors" if single else "model.safetensors.index.json"
+    assert keys[-1] == last and not bucket.under_way
+    assert all(keys.index(name) > keys.index(shard) for name in SMALL for shard in keys if "-of-" in shard)
+    assert same(load(bucket), tensors()) and not journals(tmp_path)
+
+
+def test_what_is_pushed_is_what_is_pulled(bucket: Uploads, tmp_path: Path, cli: Command) -> None:
+    folder = model(tmp_path / "m")
+    storage = [f"--storage={name}={value}" for name, value in settings(bucket).items()]
+    done = cli("push", folder, f"{PLACE}/", "--json", *storage)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["ok"] and told["nbytes"] == sum(map(len, bucket.objects.values()))
+    assert cli("pull", PLACE, tmp_path / "back", *storage).returncode == 0
+    for file in told["files"]:
+        assert (tmp_path / "back" / file["path"]).read_bytes() == (folder / file["path"]).read_bytes()
+    assert len(told["files"]) == 3 + 1 + len(SMALL) + 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_a_reader_sees_the_old_checkpoint_or_the_pushed_one(
+    bucket: Uploads, tmp_path: Path, first: bool, second: bool
+) -> None:
+    pushed(bucket, model(tmp_path / "old", 1, single=first))
+    before, old = dict(bucket.objects), visible(bucket.objects)
+    bucket.history.clear()
+    folder = model(tmp_path / "new", 2, single=second)
+    found = pushed(bucket, folder)
+    objects = dict(before)
+    new = visible(bucket.objects)
+    assert new != old and new is not None
+    for key, content in bucket.history:
+        if content is None:
+            del objects[key]
+        else:
+            objects[key] = content
+        assert visible(objects) in (old, new)
+    assert same(load(bucket), tensors(2))
+    for file in found.files:
+        content = bucket.objects[file.address.removeprefix("s3://bucket/")]
+        assert content == (folder / file.path).read_bytes() or file.path.endswith(".index.json")
+    left = {f"s3://bucket/{key}" for key in bucket.objects}
+    assert left == {file.address for file in found.files}, "the shards of the old one are gone"
+
+
+def test_shards_that_would_replace_others_get_new_names_again_and_again(bucket: Uploads, tmp_path: Path) -> None:
+    before: set[str] = set()
+    folder = tmp_path / "0"
+    for seed in range(4):
+        pushed(bucket, model(folder, 7) if seed == 0 else folder)
+        names = {key for key in bucket.objects if "-of-" in key}
+        assert len(names) == 3 and not names & before and same(load(bucket), tensors(7))
+        assert all(name.count("-s") <= 1 for name in names), "one tag takes the place of another"
+        before = names
+        folder = tmp_path / str(seed + 1)  # what is pushed may itself have tags
+        _pull.pull(PLACE, str(folder), storage=settings(bucket), progress=False)
+
+
+def test_files_without_an_index_get_one(bucket: Uploads, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for part in "ab":
+        penstock.save_file({f"{part}.w": np.full(9, ord(part), np.uint8)}, folder.joinpath(f"{part}.safetensors"))
+    for _ in range(2):
+        pushed(bucket, folder)
+        assert set(json.loads(bucket.objects[INDEX])["weight_map"]) == {"a.w", "b.w"}
+        assert load(bucket)["b.w"].tolist() == [98] * 9
+        assert len(bucket.objects) == 3
+
+
+def test_large_files_go_in_parts_through_bounded_memory(bucket: Uploads, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    large = {"w": np.random.default_rng(1).integers(0, 255, 50_000_000, np.uint8)}
+    penstock.save_file(large, tmp_path / "m/model.safetensors")
+    found = pushed(bucket, tmp_path / "m", options={"staging": 64 << 20})
+    assert bucket.objects["models/one/model.safetensors"] == (tmp_path / "m/model.safetensors").read_bytes()
+    assert sorted(query["partNumber"] for _, _, query in bucket.requests if "partNumber" in query) == ["1", "2", "3"]
+    assert 0 < found.report.peak_staging <= 64 << 20
+
+
+@pytest.mark.parametrize("how", ["written", "replaced", "truncated", "removed"])
+def test_a_file_that_changes_while_it_is_read_is_an_error_and_nothing_is_visible(
+    bucket: Uploads, tmp_path: Path, how: str
+) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    before = dict(bucket.objects)
+    folder = model(tmp_path / "new", 2)
+    shard = folder / "model-00002-of-00003.safetensors"
+
+    def change(method: str, key: str, query: dict[str, str]) -> None:
+        if "partNumber" in query:
+            bucket.refuses = lambda *_: None
+            if how == "replaced":
+                (folder / "other").write_bytes(shard.read_bytes())
+                (folder / "other").replace(shard)
+            elif how == "removed":
+                shard.unlink()
+            elif how == "truncated":
+                os.truncate(shard, 100)
+            else:
+                with shard.open("r+b") as file:
+                    file.write(b"x")
+                os.utime(shard, ns=(1, 1))
+
+    bucket.refuses = change  # type: ignore[assignment]
+    with pytest.raises(penstock.ChangedError, match="model-00002-of-00003"):
+        pushed(bucket, folder, options={"threads": 1})
+    assert bucket.objects == before and not bucket.under_way and not journals(tmp_path)
+
+
+def test_a_failure_at_any_request_leaves_the_old_checkpoint_or_the_pushed_one(bucket: Uploads, tmp_path: Path) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    before, old = dict(bucket.objects), visible(bucket.objects)
+    folder = model(tmp_path / "new", 2)
+    number = 0
+    while True:
+        bucket.objects.clear()
+        bucket.objects.update(before)
+        left = [number]
+        lock = threading.Lock()
+
+        def refuses(method: str, key: str, query: dict[str, str], left: list[int] = left, lock: Any = lock) -> Any:
+            with lock:
+                left[0] -= 1
+                return error(400, "InvalidRequest", "on purpose") if left[0] == -1 else None
+
+        bucket.refuses = refuses
+        try:
+            pushed(bucket, folder)
+        except penstock.PenstockError as e:
+            assert "on purpose" in str(e) or "answered 400" in str(e)
+        bucket.refuses = lambda *_: None
+        if left[0] >= 0:
+            break
+        new = visible(bucket.objects)
+        assert not bucket.under_way and (new == old or same(load(bucket), tensors(2)))
+        if new == old:
+            assert {key for key in bucket.objects if "-of-" in key} == {key for key in before if "-of-" in key}
+            assert not journals(tmp_path)
+        number += 1
+    assert number > 15
+
+
+class Killed:
+    """A push in a process of its own, which waits at a request and can be killed there."""
+
+    def __init__(self, bucket: Uploads, folder: Path, at: Callable[[str, str, dict[str, str]], bool]) -> None:
+        self._reached, self._goes_on = threading.Event(), threading.Event()
+        self._bucket = bucket
+
+        def waits(method: str, key: str, query: dict[str, str]) -> None:
+            if at(method, key, query):
+                self._reached.set()
+                self._goes_on.wait(60)
+
+        bucket.refuses = waits  # type: ignore[assignment]
+        storage = [f"--storage={name}={value}" for name, value in settings(bucket).items()]
+        program = [sys.executable, "-m", "penstock.cli", "push", str(folder), PLACE, *storage]
+        self.process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert self._reached.wait(60), self.process.communicate(timeout=5)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+        self.go_on()
+
+    def go_on(self) -> None:
+        self._bucket.refuses = lambda *_: None
+        self._goes_on.set()
+        while self._bucket.at_once:
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self.go_on()
+        _, error = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, error
+
+
+#: Requests at which a push is killed: what it leaves then
+POINTS: dict[str, Callable[[str, str, dict[str, str]], bool]] = {
+    "begun": lambda method, key, query: method == "POST" and "uploads" in query and "-00002-of-" in key,
+    "part": lambda method, key, query: "partNumber" in query and "-00003-of-" in key,
+    "end": lambda method, key, query: method == "POST" and "uploadId" in query and "-00001-of-" in key,
+    "index": lambda method, key, query: method == "PUT" and key == INDEX,
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["replaces", "new"])
+@pytest.mark.parametrize("point", POINTS)
+def test_the_next_push_clears_what_a_killed_one_has_left(
+    bucket: Uploads, tmp_path: Path, point: str, before: bool
+) -> None:
+    if before:
+        pushed(bucket, model(tmp_path / "old", 1))
+    known, old = set(bucket.objects), visible(bucket.objects)
+    killed = Killed(bucket, model(tmp_path / "killed", 2), POINTS[point])
+    (journal,) = journals(tmp_path)
+    text = journal.read_text()
+    assert stat.S_IMODE(journal.stat().st_mode) == 0o600 and stat.S_IMODE(journal.parent.stat().st_mode) == 0o700
+    assert KEY not in text and SECRET not in text
+    killed.kill()
+    if point != "index":  # the server still carries that one out
+        assert visible(bucket.objects) == old
+    assert bucket.under_way or set(bucket.objects) - known
+    found = pushed(bucket, model(tmp_path / "next", 3), "s3://bucket/elsewhere")
+    # A name without a tag may be another program's by now, if the push did not live to hear what came of it
+    assert bool(found.cleared.left) == (not before and point in ("begun", "end"))
+    if found.cleared.left:
+        assert "older than a day" in found.cleared.left[0] and journals(tmp_path) == [journal]
+        for parts in bucket.under_way.values():
+            parts.began -= timedelta(days=2)
+        bucket.written = {key: moment - timedelta(days=2) for key, moment in bucket.written.items()}
+        assert pushed(bucket, tmp_path / "next", "s3://bucket/elsewhere").cleared.left == []
+    assert not bucket.under_way and not journals(tmp_path)
+    named = json.loads(bucket.objects[INDEX])["weight_map"].values() if INDEX in bucket.objects else ()
+    assert {key for key in bucket.objects if key.startswith("models/one/") and "-of-" in key} == {
+        *(f"models/one/{name}" for name in named),
+        *({key for key in known if "-of-" in key} if point == "index" else ()),
+    }
+    pushed(bucket, tmp_path / "next")
+    assert same(load(bucket), tensors(3))
+
+
+def test_a_push_that_runs_is_not_touched(bucket: Uploads, tmp_path: Path) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    running = Killed(bucket, model(tmp_path / "live", 2), POINTS["part"])
+    bucket.refuses = lambda *_: None
+    uploads = set(bucket.under_way)
+    for parts in bucket.under_way.values():
+        parts.began -= timedelta(days=3)
+    for key in bucket.objects:
+        bucket.written[key] = datetime.now(timezone.utc) - timedelta(days=3)
+    cleared = clear_bucket(PLACE, storage=settings(bucket))
+    assert cleared == ([], [], []) and set(bucket.under_way) == uploads
+    found = pushed(bucket, model(tmp_path / "other", 3), "s3://bucket/other", clear=True)
+    assert found.cleared == ([], [], []) and uploads <= set(bucket.under_way)
+    running.end()
+    assert same(load(bucket), tensors(2)) and not bucket.under_way and not journals(tmp_path)
+
+
+def test_journals_of_another_service_stay(bucket: Uploads, tmp_path: Path) -> None:
+    killed = Killed(bucket, model(tmp_path / "killed", 2), POINTS["part"])
+    killed.kill()
+    with serving(Uploads()) as other:
+        assert pushed(other, tmp_path / "killed").cleared == ([], [], [])
+    assert bucket.under_way and len(journals(tmp_path)) == 1
+    assert pushed(bucket, tmp_path / "killed").cleared.uploads and not bucket.under_way
+
+
+def test_what_is_older_than_a_day_is_cleared_on_request(bucket: Uploads, cli: Command) -> None:
+    ago = datetime.now(timezone.utc)
+    for number, (key, hours) in enumerate([("a", 25), ("b/c", 30), ("d", 23), ("../x", 99), ("e", 26), ("f", 1)]):
+        place = key.removeprefix("../") if key.startswith("../") else f"models/one/{key}"
+        bucket.under_way[f"old-{number}"] = Parts(place, began=ago - timedelta(hours=hours))
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    stray, young = "models/one/model-s00000001-00001-of-00002.safetensors", "models/one/x-s00000002.safetensors"
+    bucket.objects |= {stray: b"x", young: b"x", "models/one/mine.safetensors": b"x"}
+    for key in bucket.objects:
+        bucket.written[key] = ago - timedelta(days=3)
+    bucket.written[young] = ago - timedelta(hours=3)
+    before = set(bucket.objects)
+    storage = [f"--storage={name}={value}" for name, value in settings(bucket).items()]
+    done = cli("push", "--clear", PLACE, "--json", *storage)
+    assert done.returncode == 0, done.stderr
+    assert before - set(bucket.objects) == {stray}
+    assert {parts.key for parts in bucket.under_way.values()} == {"models/one/d", "x", "models/one/f"}
+    cleared = json.loads(done.stdout)["cleared"]
+    assert cleared["objects"] == [f"s3://bucket/{stray}"] and len(cleared["uploads"]) == 3
+    assert same(load(bucket), tensors(2))
+    assert "nothing to clear" in cli("push", "--clear", PLACE, *storage).stdout
+
+
+def test_a_folder_that_is_none_and_an_address_that_is_none(bucket: Uploads, tmp_path: Path, cli: Command) -> None:
+    (tmp_path / "empty").mkdir()
+    model(tmp_path / "good")
+    for folder, at, kind, says in [
+        (tmp_path / "nowhere", PLACE, penstock.NotFoundError, "no such folder"),
+        (tmp_path / "empty", PLACE, penstock.PenstockError, "the directory is empty"),
+        (tmp_path / "good", str(tmp_path), penstock.InvalidError, "no address"),
+        (tmp_path / "good", "s3://", penstock.InvalidError, "names no bucket"),
+        (tmp_path / "good", "hf://org/name", penstock.InvalidError, "hf upload"),
+        (tmp_path / "good", "https://host/x", penstock.UnsupportedError, "cannot be written to"),
+    ]:
+        with pytest.raises(kind, match=says):
+            pushed(bucket, folder, at)
+    assert not bucket.objects
+    assert cli("push", PLACE).returncode == 2
+    assert cli("push", tmp_path / "good", "ftp://x/y").returncode == 2
+
+
+def test_a_journal_that_cannot_be_written_is_an_error(
+    bucket: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(_journal.VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(penstock.PenstockError, match="PENSTOCK_STATE_FOLDER"):
+        pushed(bucket, model(tmp_path / "m2"))
+    assert not bucket.objects
+    monkeypatch.setenv(_journal.VARIABLE, "relative")
+    with pytest.raises(penstock.InvalidError, match="absolute path"):
+        pushed(bucket, tmp_path / "m2")
+
+
+# convert
+
+
+def test_a_checkpoint_is_converted_to_an_address(bucket: Uploads, small: Path, tmp_path: Path, cli: Command) -> None:
+    storage = [f"--storage={name}={value}" for name, value in settings(bucket).items()]
+    done = cli("convert", small, PLACE, "--max-shard-size", "none", "--json", *storage)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["into"] == PLACE
+    oracle = Oracle(small)
+    oracle.same({name: load(bucket)[name] for name in oracle.entries})
+    # From one address to another one
+    report = convert([PLACE], "s3://bucket/two", max_shard_size="20KB", progress=False, storage=settings(bucket))
+    assert len(report.files) > 2
+    found = load(bucket, "s3://bucket/two/")
+    oracle.same({name: found[name] for name in oracle.entries})
+    with pytest.raises(penstock.InvalidError, match="is the folder of the checkpoint"):
+        convert(["s3://bucket/two/"], "s3://bucket/two", progress=False, storage=settings(bucket))
+    with pytest.raises(penstock.InvalidError, match="is the folder of the checkpoint"):
+        convert([PLACE], f"{PLACE}/", progress=False, storage=settings(bucket))
+
+
+@pytest.mark.parametrize(
+    ("into", "says"),
+    [
+        ("s3://bucket/there?X-Amz-Signature=SECRET", "credentials in storage="),
+        ("az://c/there?sv=1&sig=SECRET", "credentials in storage="),
+        ("https://host/x?X-Amz-Signature=SECRET", "cannot be written to"),
+        ("ftp://host/x?token=SECRET", "cannot be written to"),
+        ("hf://org/name?sig=SECRET", "hf upload"),
+    ],
+)
+def test_an_address_that_takes_nothing_is_told_without_its_signature(
+    small: Path, cli: Command, into: str, says: str
+) -> None:
+    for command in ("convert", "push"):
+        done = cli(command, small, into)
+        assert done.returncode in (2, 3) and says in done.stderr and "SECRET" not in done.stderr + done.stdout
+
+
+def test_where_journals_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(_journal.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert _journal.folder() == tmp_path / ".local/state/penstock/push"
+    monkeypatch.setenv("XDG_STATE_HOME", "/x")
+    assert _journal.folder() == Path("/x/penstock/push")
+    monkeypatch.setenv(_journal.VARIABLE, "/y")
+    assert _journal.folder() == Path("/y/push")
