@@ -455,8 +455,8 @@ class Bucket:
     def forget(self, address: str, name: str) -> None:
         """Has the server forget an upload with this name. One that it does not know is no error."""
     def unfinished(self) -> list[tuple[str, str, float]] | None:
-        """Of each upload below the address that has not ended: the address of its object, its name, and the seconds
-        since it began. None where the service forgets them by itself, and lists none."""
+        """The uploads below the address that have not ended: of each the address of its object, its name, and the
+        seconds since it began. None where the service forgets them by itself, and lists none."""
 
 @final
 class Save:

@@ -48,14 +48,14 @@ class PushedFile(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """What was cleared in a bucket."""
+    """The uploads and objects that were cleared in a bucket."""
 
     uploads: list[str]
     """The addresses of incomplete uploads that the server has forgotten."""
     objects: list[str]
     """The addresses of shards that no index names, which are removed."""
     left: list[str]
-    """Why something could not be cleared."""
+    """The reasons for which something could not be cleared."""
 
 
 class Pushed(NamedTuple):

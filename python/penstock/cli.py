@@ -60,7 +60,7 @@ _OVER_NETWORK = ("inspect", "load", "plan", "verify", "pull", "doctor", "convert
 _WRITTEN = ("into", "folder", "trace", "html", "json")
 """Arguments that name what is to be written."""
 _TARGETS = {"push": "address", "convert": "into"}
-"""Of commands that write to object stores: the argument with the address."""
+"""The argument with the address, of commands that write to object stores."""
 
 
 class _Failed(Exception):

@@ -137,8 +137,8 @@ def test_what_is_saved_comes_back(server, tmp_path):
     stores.what_is_saved_comes_back("gs://models/saved", server.storage(), tmp_path, reader(server, "saved"))
 
 
-def test_of_two_saves_the_later_one_fails(server):
-    stores.of_two_saves_the_later_one_fails("gs://models/saved-twice", server.storage())
+def test_a_checkpoint_that_was_saved_meanwhile_stays(server):
+    stores.a_checkpoint_that_was_saved_meanwhile_stays("gs://models/saved-twice", server.storage())
 
 
 def test_what_is_pushed_comes_back(server, tmp_path, monkeypatch):

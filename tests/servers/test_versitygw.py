@@ -172,8 +172,8 @@ def test_a_save_takes_staging_memory_and_little_more(server, tmp_path, kind):
         shutil.rmtree(server.data / "models/memory", ignore_errors=True)
 
 
-def test_of_two_saves_the_later_one_fails(server):
-    stores.of_two_saves_the_later_one_fails("s3://models/saved twice", server.storage())
+def test_a_checkpoint_that_was_saved_meanwhile_stays(server):
+    stores.a_checkpoint_that_was_saved_meanwhile_stays("s3://models/saved twice", server.storage())
 
 
 def test_what_is_pushed_comes_back(server, tmp_path, monkeypatch):

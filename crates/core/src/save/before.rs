@@ -40,9 +40,9 @@ pub(super) struct Asker<'a> {
 }
 
 /// A question whose caller may give up.
-struct Asked<'w>(&'w Watch, Waiting<'w>);
+struct PlaceQuestion<'w>(&'w Watch, Waiting<'w>);
 
-impl UploadWatch for Asked<'_> {
+impl UploadWatch for PlaceQuestion<'_> {
     fn check(&self) -> Result<()> {
         match self.0.is_given_up() {
             true => Err(Error::new(ErrorKind::Cancelled, "nobody waits for it any more")),
@@ -62,7 +62,7 @@ impl Asker<'_> {
         at: &Location,
         question: impl FnOnce(&dyn Uploads, &dyn UploadWatch) -> Result<T>,
     ) -> Result<T> {
-        question(self.uploads, &Asked(self.watch, self.watch.ask(at.as_path()))).map_err(|e| e.at(at))
+        question(self.uploads, &PlaceQuestion(self.watch, self.watch.ask(at.as_path()))).map_err(|e| e.at(at))
     }
 
     /// The objects of a folder.
@@ -118,9 +118,11 @@ impl Before {
             }
             Err(e) => return Err(e),
         };
-        let mut before = Before::default();
-        before.names = listed.iter().map(|at| at.file_name().to_owned()).collect();
-        before.appears = (!listed.contains(&single) && name == HIDES).then(|| single.clone());
+        let mut before = Before {
+            names: listed.iter().map(|at| at.file_name().to_owned()).collect(),
+            appears: (!listed.contains(&single) && name == HIDES).then(|| single.clone()),
+            ..Before::default()
+        };
         if listed.contains(&single) {
             before.single = asker.object(single)?;
         }

@@ -4,7 +4,7 @@ use super::address::SaveAddress;
 use super::chunks::{cut, At, Supply};
 use super::crew::Work;
 use super::files::FilesTarget;
-use super::journal::Journal;
+use super::journal::PushJournal;
 use super::late::{LateWindow, Phase};
 use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
@@ -112,7 +112,7 @@ impl SavePlace {
         plan: SavePlan,
         address: &SaveAddress,
         checkpoint: Option<String>,
-        journal: Option<Journal>,
+        journal: Option<PushJournal>,
         options: &Options,
         go_on: impl FnMut() -> bool,
     ) -> Result<(SavePlan, SavePlace, Vec<Fallback>)> {
@@ -173,7 +173,7 @@ impl Save {
         let plan = open_detached(planned, options.stall_timeout, &mut go_on)?;
         let tensors: Vec<At> = (0..plan.sources.len() as u32).map(At::File).collect();
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
-        let journal = Journal::begin(&journal, &address, plan.index_name().as_deref())?;
+        let journal = PushJournal::begin(&journal, &address, plan.index_name().as_deref())?;
         let (plan, place, told) =
             SavePlace::of_address(plan, &address, Some(checkpoint), Some(journal), &options, go_on)?;
         report.fallbacks.extend(told);

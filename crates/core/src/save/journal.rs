@@ -19,25 +19,25 @@ use std::path::{Path, PathBuf};
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct Journal {
+pub(super) struct PushJournal {
     path: PathBuf,
-    state: Mutex<JournalState>,
+    state: Mutex<PushJournalState>,
 }
 
 #[derive(Debug)]
-struct JournalState {
+struct PushJournalState {
     /// Its lock goes when it is closed.
     file: Option<File>,
     /// True if an object was begun.
     says_something: bool,
 }
 
-impl Journal {
+impl PushJournal {
     /// Makes the file, in a folder that only this user may enter, and locks it.
     ///
     /// # Errors
     /// `Write` and its kin.
-    pub(super) fn begin(path: &Path, address: &SaveAddress, index: Option<&str>) -> Result<Journal> {
+    pub(super) fn begin(path: &Path, address: &SaveAddress, index: Option<&str>) -> Result<PushJournal> {
         let failed = |e: io::Error| Error::write("write the journal of the push (PENSTOCK_STATE_FOLDER)", &e).at(path);
         if let Some(folder) = path.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
@@ -52,8 +52,8 @@ impl Journal {
             return Err(failed(io::Error::last_os_error()));
         }
         std::fs::rename(&unlocked, path).map_err(failed)?;
-        let state = Mutex::new(JournalState { file: Some(file), says_something: false });
-        let journal = Journal { path: path.to_path_buf(), state };
+        let state = Mutex::new(PushJournalState { file: Some(file), says_something: false });
+        let journal = PushJournal { path: path.to_path_buf(), state };
         let folder = address.folder.to_string();
         let identity = address.store.identity(&address.folder);
         journal.write(&json!({ "format": 1, "folder": folder, "identity": identity, "index": index }))?;
@@ -103,7 +103,7 @@ impl Journal {
     }
 }
 
-impl Drop for Journal {
+impl Drop for PushJournal {
     fn drop(&mut self) {
         self.end(false);
     }

@@ -10,7 +10,7 @@
 
 use super::before::{is_refusal, Asker, Before, HIDES};
 use super::chunks::{Chunk, ChunkPart, Supply};
-use super::journal::Journal;
+use super::journal::PushJournal;
 use super::plan::{FilePlan, SavePlan};
 use super::shared::SaveShared;
 use super::side_by_side::each;
@@ -44,7 +44,7 @@ pub(super) struct ObjectsTarget {
     in_order: bool,
     index: Option<(Location, String)>,
     before: Before,
-    journal: Option<Journal>,
+    journal: Option<PushJournal>,
     /// The new checkpoint, as readers see it now.
     visible: Mutex<Visible>,
 }
@@ -149,7 +149,7 @@ impl ObjectsTarget {
         store: &Arc<dyn Store>,
         checkpoint: Option<&str>,
         extent: u64,
-        journal: Option<Journal>,
+        journal: Option<PushJournal>,
         watch: &Watch,
     ) -> Result<(ObjectsTarget, SavePlan, Vec<Fallback>)> {
         let uploads = store.uploads().map_err(|e| e.at(folder))?;
@@ -234,7 +234,7 @@ impl ObjectsTarget {
     }
 
     /// Writes to the journal, if there is one.
-    fn note(&self, line: impl FnOnce(&Journal) -> Result<()>) -> Result<()> {
+    fn note(&self, line: impl FnOnce(&PushJournal) -> Result<()>) -> Result<()> {
         self.journal.as_ref().map_or(Ok(()), line)
     }
 

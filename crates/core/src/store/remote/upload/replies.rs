@@ -1,4 +1,4 @@
-//! What the providers' answers, and the objects that they are about, have in common.
+//! Common parts of the providers' requests and answers: media types, checksums, times, conditions that do not hold.
 
 use super::courier::{Courier, Reply};
 use crate::error::{Error, ErrorKind, Result};
