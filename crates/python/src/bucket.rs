@@ -1,7 +1,7 @@
 //! `_core.Bucket`: leftovers in a bucket, for commands.
 
 use crate::errors::{interruptibly, raise};
-use crate::guard::{answer, guarded, Answer};
+use crate::guard::{answer, guarded, Answer, Held};
 use crate::options::stall_timeout_of;
 use crate::storage::stores_of;
 use penstock::save::Bucket as Core;
@@ -13,7 +13,7 @@ type Unfinished = (String, String, f64);
 
 /// The bucket of an address.
 #[pyclass(frozen, module = "penstock._core")]
-pub(crate) struct Bucket(Core);
+pub(crate) struct Bucket(Held<Core>);
 
 #[pymethods]
 impl Bucket {
@@ -23,7 +23,7 @@ impl Bucket {
         guarded(py, || {
             let (stores, stall) = (stores_of(py, storage, None)?, stall_timeout_of(None)?);
             let made = py.detach(|| Core::new(&Location::Url(address), &stores, stall));
-            made.map(Self).map_err(|e| raise(py, &e))
+            made.map(|core| Self(Held::new(core))).map_err(|e| raise(py, &e))
         })
     }
 
