@@ -215,6 +215,27 @@ def test_a_failure_at_any_request_leaves_the_old_checkpoint_or_the_pushed_one(bu
     assert number > 15
 
 
+def test_a_push_that_is_given_up_leaves_nothing(bucket: Uploads, tmp_path: Path) -> None:
+    bucket.delay = 0.2
+
+    def interrupted(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pushed(bucket, model(tmp_path / "m"), progress=interrupted)
+    assert not bucket.objects and not bucket.under_way and not journals(tmp_path)
+
+
+def test_a_line_of_a_journal_that_breaks_off_is_passed_over() -> None:
+    head = json.dumps({"format": 1, "folder": PLACE, "identity": f"here {PLACE}", "index": None})
+    lines = [head, json.dumps({"object": f"{PLACE}/x"}), json.dumps({"object": f"{PLACE}/x", "upload": "u"})]
+    for cut, uploads in ((0, [(f"{PLACE}/x", "u")]), (3, [])):
+        text = "\n".join(lines)
+        journal = _journal.Journal(Path("x"), text[: len(text) - cut])
+        assert (journal.address, journal.objects(), journal.uploads()) == (PLACE, [f"{PLACE}/x"], uploads)
+    assert _journal.Journal(Path("x"), head[:-3]).address == ""
+
+
 class Killed:
     """A push of three shards in a process of its own, which waits at a request and can be killed there."""
 
