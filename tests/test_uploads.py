@@ -17,11 +17,10 @@ import numpy as np
 import ordeal
 import penstock
 import pytest
-from s3_server import KEYS, error, serving
-from upload_server import Uploads, crc32c
+from s3_server import error, serving
+from upload_server import Uploads, crc32c, settings
 
 PLACE = "s3://bucket/models/one"
-KEY, SECRET = next(iter(KEYS.items()))
 #: Names of readers such as transformers: the single file hides the index
 SINGLE, INDEX = "models/one/model.safetensors", "models/one/model.safetensors.index.json"
 
@@ -30,11 +29,6 @@ SINGLE, INDEX = "models/one/model.safetensors", "models/one/model.safetensors.in
 def bucket() -> Iterator[Uploads]:
     with serving(Uploads()) as found:
         yield found
-
-
-def settings(bucket: Uploads, **more: Any) -> Any:
-    given = {"endpoint": bucket.endpoint, "region": "us-east-1", "access_key_id": KEY, "secret_access_key": SECRET}
-    return {**given, **more}
 
 
 def tensors(seed: int = 0, count: int = 6, size: int = 3000) -> dict[str, np.ndarray]:

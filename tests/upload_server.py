@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import format_datetime
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 import numpy as np
-from s3_server import Answer, Bucket, error
+from s3_server import KEYS, Answer, Bucket, error
 
 #: The polynomial of CRC32C, reflected.
 _POLYNOMIAL = 0x82F63B78
@@ -63,6 +64,13 @@ def shown(crc: int) -> str:
     return base64.b64encode(crc.to_bytes(4, "big")).decode()
 
 
+def settings(bucket: Uploads, **more: Any) -> Any:
+    """What `storage=` takes for it."""
+    key, secret = next(iter(KEYS.items()))
+    given = {"endpoint": bucket.endpoint, "region": "us-east-1", "access_key_id": key, "secret_access_key": secret}
+    return {**given, **more}
+
+
 @dataclass
 class Parts:
     """An upload in parts that has begun."""
@@ -104,6 +112,17 @@ class Uploads(Bucket):
         self.at_once = self.most_at_once = 0
         self.numbers = itertools.count(1)
         self.guard = threading.RLock()
+
+    def hold_parts(self) -> threading.Event:
+        """Nothing is answered to parts until the event is set."""
+        goes_on = threading.Event()
+
+        def waits(method: str, key: str, query: dict[str, str]) -> None:
+            if "partNumber" in query:
+                goes_on.wait(120)
+
+        self.refuses = waits
+        return goes_on
 
     def received(self, method: str, target: str, fields: Mapping[str, str], body: bytes) -> Answer:
         key = unquote(urlsplit(target).path).removeprefix("/bucket").lstrip("/")

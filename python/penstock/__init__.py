@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ._quiesce import quiesce
     from ._safe_open import load_file, safe_open
     from ._save import save, save_file
+    from ._save_job import SaveJob
     from ._sharded import broadcast, get_sharded
     from ._torch import torch_dtype
 
@@ -93,6 +94,7 @@ __all__ = [
     "ReadError",
     "Report",
     "SafetensorError",
+    "SaveJob",
     "SliceError",
     "StalledError",
     "Storage",
@@ -129,6 +131,8 @@ if not TYPE_CHECKING:  # to a type checker every name would be one of this modul
                 from . import _safe_open as module
             elif name in ("save", "save_file"):
                 from . import _save as module
+            elif name == "SaveJob":
+                from . import _save_job as module
             elif name in ("broadcast", "get_sharded"):
                 from . import _sharded as module
             elif name == "Destination":

@@ -56,6 +56,7 @@ __all__ = [
     "quiesce",
     "release_staging",
     "residency",
+    "shards",
     "stall_timeout",
     "stop_fills",
     "stop_reading_ahead",
@@ -439,6 +440,17 @@ def head(
 ) -> tuple[bytes, list[int]]:
     """The beginning of a file with these (name, dtype, shape), and in which order their bytes follow it."""
 
+def shards(
+    tensors: Sequence[tuple[str, str, Sequence[int]]],
+    metadata: dict[str, str] | None,
+    *,
+    layout: Layout,
+    order: Order,
+    most: int | None,
+) -> list[list[int]]:
+    """For each file of a save of these (name, dtype, shape) the numbers of its tensors, in their order there. Files
+    without a tensor are left out."""
+
 @final
 class Bucket:
     """The bucket of an address, asked about leftovers and cleared. Each call can be interrupted."""
@@ -477,6 +489,9 @@ class Save:
         checkpoint: bool,
         keep: object,
         storage: object = None,
+        snapshot: bool = False,
+        ahead: bool = False,
+        share: tuple[Sequence[str], str | None] | None = None,
     ) -> Save:
         """Plans, makes the files and starts writing.
 
@@ -484,7 +499,9 @@ class Save:
         it; `keep` is held until nothing reads it any more. Where the address is None, the tensor is
         `wanted` when its turn comes. most: bytes of tensors per shard. sync: wait for stable storage. checkpoint: make
         the directory, and remove what an earlier save of this name has left in it. storage: how servers are asked, if
-        `folder` is an address.
+        `folder` is an address. snapshot: copy everything to memory of this process first. ahead: tensors without an
+        address are `wanted` when the caller says so with `want`. share: the names of the files of this rank, which has
+        a part of a checkpoint, and the index if this rank writes it: the files become whole, and wait for `approve`.
         """
     @staticmethod
     def push(
@@ -506,6 +523,19 @@ class Save:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the save, or until it wants a tensor; False if `timeout` (seconds) passed first. Raises
         its error. Ctrl-C raises."""
+    def copied(self, timeout: float | None = None) -> bool:
+        """Waits until all bytes have left the tensors; False if `timeout` (seconds) passed first. Raises its error."""
+    def sealed(self, timeout: float | None = None) -> bool:
+        """Waits until the files of this rank are whole; False if `timeout` (seconds) passed first. Raises its error."""
+    def approve(self) -> None:
+        """The files of all ranks are whole."""
+    def may_be_visible(self) -> bool:
+        """Whether readers may see the new checkpoint."""
+    def done(self) -> bool:
+        """Whether the save has ended, with success or with an error."""
+    def want(self, tensor: int, room: int | None = None, timeout: float | None = None) -> bool:
+        """Makes this tensor the wanted one, if such tensors have `room` bytes of memory for it or nothing else can be
+        written. False if there was no room for `timeout` (seconds). Raises its error."""
     def wanted(self) -> tuple[int, memoryview] | None:
         """The number of the tensor that is to be written to memory next, and where. That is gone once this is closed,
         or the tensor `supplied` and written: nothing may refer to it any more by then."""

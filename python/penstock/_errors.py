@@ -405,12 +405,14 @@ def from_core(
     return error
 
 
-def raise_if_forked(owner: int, what: str) -> None:
+def raise_if_forked(
+    owner: int, what: str, instead: str = "open the checkpoint and start the load in the child instead"
+) -> None:
     """Raises `ForkedError` if ``owner`` is not this process: ``what`` belongs to the process that made it."""
     import os
 
     if os.getpid() != owner:
         raise ForkedError(
             f"this {what} was made by process {owner} and cannot be used in its forked child {os.getpid()}: "
-            "threads do not survive a fork; open the checkpoint and start the load in the child instead"
+            f"threads do not survive a fork; {instead}"
         )

@@ -93,6 +93,9 @@ class Rendezvous:
     ``settled``: the ranks' watch, if they have compared their files already.
     """
 
+    _doing = "load"
+    """The verb for an error."""
+
     def __init__(self, group: Any, settled: Watch | None = None) -> None:
         self._member = member_of(group)
         self._rank, self._size = self._member.rank, self._member.size
@@ -143,7 +146,7 @@ class Rendezvous:
         self._store.set(self._prefix + what, value)
 
     def _fail(self, error: BaseException) -> None:
-        failed = [self._rank, _host(), f"cannot load: {type(error).__name__}: {error}"]
+        failed = [self._rank, _host(), f"cannot {self._doing}: {type(error).__name__}: {error}"]
         if isinstance(error, PeerError):
             failed = [error.rank, error.host, f"(rank {self._rank} says so): {error}"]
         if self._store.stalled:

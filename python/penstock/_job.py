@@ -18,7 +18,7 @@ from ._report import Report, report_of
 from ._request import Request
 
 
-def _copy_of(error: Exception) -> Exception:
+def copy_of(error: Exception) -> Exception:
     try:
         with importing():
             from copy import copy
@@ -27,7 +27,7 @@ def _copy_of(error: Exception) -> Exception:
         return error
 
 
-def _seconds(timeout: float | None) -> float | None:
+def seconds_of(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if not isinstance(timeout, (int, float)):
@@ -74,7 +74,7 @@ class Job:
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return True
-        return self._load.wait(_seconds(timeout))
+        return self._load.wait(seconds_of(timeout))
 
     def done(self) -> bool:
         """Whether the load has ended, with success or with an error."""
@@ -141,7 +141,7 @@ class Job:
         raise_if_forked(self._owner, "job")
         if self._result is not None:
             return self._result
-        seconds = _seconds(timeout)
+        seconds = seconds_of(timeout)
         self._raise_again()
         try:
             ended = self._load.wait(seconds)
@@ -179,7 +179,7 @@ class Job:
     def _raise_again(self) -> None:
         """Raises what an earlier `result` has raised. It cannot be found again: the load is closed."""
         if self._error is not None:
-            raise _copy_of(self._error)
+            raise copy_of(self._error)
         if self._cancelled:
             raise CancelledError("the job was cancelled before it was done")
 
@@ -187,7 +187,7 @@ class Job:
         """Ends the job with this error."""
         if isinstance(error, Exception):
             # Not the error itself: it will hold the frames of its catcher, and every object in them
-            self._error = _copy_of(error)
+            self._error = copy_of(error)
         else:
             self._cancelled = self._result is None
         self.close()

@@ -9,7 +9,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _accelerator, _core
 from ._device import CPU, Device
@@ -154,7 +154,7 @@ def _numpy_memory(array: Any) -> Memory:
     return to
 
 
-def _is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> bool:
     """Whether this is a `DTensor` of torch. Its module takes long to import, and need not be there."""
     return is_torch(value) and all(hasattr(type(value), name) for name in ("device_mesh", "placements", "to_local"))
 
@@ -164,41 +164,55 @@ def _of_dtensor(value: Any) -> Memory:
     with importing():
         import torch
 
-        from ._placements import paired, placed, placed_backwards, shape_of
-
     with torch.no_grad():
         to = _torch_memory(value.to_local())
     to.within = value
+    placed_as = part_of_dtensor(value, to.dtype, to.shape)
+    if placed_as.axes is not None or placed_as.problem is None:
+        to.placed = placed_as.whole, placed_as.axes
+    to.problem = placed_as.problem if placed_as.axes is None else to.problem or placed_as.problem
+    return to
+
+
+class LocalPart(NamedTuple):
+    """A DTensor's local shard, as a part of the whole."""
+
+    whole: tuple[int, ...]
+    axes: Axes | None
+    """None: this process has no part."""
+    problem: str | None
+
+
+def part_of_dtensor(value: Any, dtype: str, local: tuple[int, ...]) -> LocalPart:
+    """The part of a DTensor that its local shard is, which has ``local`` as its shape in the format's terms."""
+    with importing():
+        from ._placements import paired, placed, placed_backwards, shape_of
+
     whole = tuple(value.shape)
-    if to.dtype == "F4" and whole:
+    if dtype == "F4" and whole:
         whole = (*whole[:-1], 2 * whole[-1])
     mesh, coordinates, placements = value.device_mesh, value.device_mesh.get_coordinate(), value.placements
     if coordinates is None:
-        to.placed = whole, None
-        return to
+        return LocalPart(whole, None, None)
     try:
-        axes = paired(to.dtype, whole, lambda shape: placed(placements, shape, mesh.shape, coordinates))
-        fsdps = paired(
-            to.dtype, whole, lambda shape: placed_backwards(placements, shape, mesh.shape, coordinates) or []
-        )
+        axes = paired(dtype, whole, lambda shape: placed(placements, shape, mesh.shape, coordinates))
+        fsdps = paired(dtype, whole, lambda shape: placed_backwards(placements, shape, mesh.shape, coordinates) or [])
     except InvalidError as error:
-        to.problem = f"is a DTensor that cannot be loaded: {error.message}"
-        return to
+        return LocalPart(whole, None, f"is a DTensor that cannot be loaded: {error.message}")
     ways = [axes, fsdps] if fsdps and fsdps != axes else [axes]
-    fitting = [one for one in ways if shape_of(one) == to.shape]
-    to.placed = whole, (fitting or [axes])[0]
-    if to.problem is not None or len(fitting) == 1:
-        return to
+    fitting = [one for one in ways if shape_of(one) == local]
+    part = (fitting or [axes])[0]
+    if len(fitting) == 1:
+        return LocalPart(whole, part, None)
     placed_so = f"is a DTensor of shape {list(whole)}, placed as ({', '.join(map(str, placements))}) on {mesh.shape}"
     if fitting:
-        to.problem = (
+        problem = (
             f"{placed_so}, which does not divide it evenly: FSDP2 and distribute_tensor make different "
             "local shards of it: pad the tensor, or load the part with a list of Destination"
         )
     else:
-        given = list(shape_of(axes))
-        to.problem = f"{placed_so}: its local shard has shape {list(to.shape)}, and this rank's is {given}"
-    return to
+        problem = f"{placed_so}: its local shard has shape {list(local)}, and this rank's is {list(shape_of(axes))}"
+    return LocalPart(whole, part, problem)
 
 
 def memory_of(tensor: Any) -> Memory | None:
@@ -225,7 +239,7 @@ def memories(given: Any) -> list[Memory]:
     for name, value in values:
         if not isinstance(name, str):
             raise InvalidError(f"load_into: {name!r} is not the name of a tensor: give a string")
-        to = _of_dtensor(value) if _is_dtensor(value) else memory_of(value)
+        to = _of_dtensor(value) if is_dtensor(value) else memory_of(value)
         if to is None:
             raise InvalidError(f"load_into: {name} is a {type(value).__name__}, not a torch tensor or numpy array")
         to = by_memory.setdefault(identity(to, value), to)

@@ -37,6 +37,8 @@ class _Begun:
 _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionary()
 #: Streams that were not closed and have not come to their end.
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
+#: Saves in the background that somebody still has, with their places.
+_saves: weakref.WeakKeyDictionary[_core.Save, str] = weakref.WeakKeyDictionary()
 #: Ranks that watch each other, with what they do in words.
 _watches: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 #: Other work that is under way, by a number.
@@ -53,7 +55,7 @@ def _stop_fills() -> None:
 def _forget() -> None:
     """In a forked child: what is under way there is the parent's."""
     _core.leave_cache_to_parent()
-    for known in (_begun, _streams, _watches, _others):
+    for known in (_begun, _streams, _saves, _watches, _others):
         known.clear()
 
 
@@ -68,6 +70,11 @@ def _end_all() -> None:
     _core.stop_fills("the process ends", 0)
     for load, _ in _still_there(_begun):
         load.close()
+    for save, place in _still_there(_saves):
+        if not save.done():
+            text = f"the save to {place} was given up, because the program ended before it was done: wait for its job"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
+        save.close()
 
 
 def _still_there(those: weakref.WeakKeyDictionary[K, V]) -> list[tuple[K, V]]:
@@ -146,6 +153,11 @@ def over(stream: _core.Load) -> None:
     _streams.discard(stream)
 
 
+def saves(save: _core.Save, place: str) -> None:
+    """This save runs in the background."""
+    _saves[save] = place
+
+
 def watches(watch: object, what: str) -> None:
     """These ranks watch each other from now on, until `watches_no_more`."""
     _watches[watch] = what
@@ -175,6 +187,7 @@ def all_under_way() -> list[str]:
             first, *more = begun.core.files()
             place = without_secrets(first) + f" and {len(more)} more files" * bool(more)
             found.append(f"{'an open stream' if begun.stream else 'a load'} of {place} to {begun.device}")
+    found += [f"a save to {place}" for save, place in _still_there(_saves) if not save.done()]
     found += [what for _, what in _still_there(_watches)]
     found += list(_others.values())
     if leased := _core.under_way()[0]:
@@ -183,10 +196,13 @@ def all_under_way() -> list[str]:
 
 
 def close_ended() -> None:
-    """Waits for the threads of loads that have ended."""
+    """Waits for the threads of loads and saves that have ended."""
     for load, _ in _still_there(_begun):
         if load.done():
             load.close()
+    for save, _ in _still_there(_saves):
+        if save.done():
+            save.close()
 
 
 def write_trace(load: _core.Load, report: Report) -> None:

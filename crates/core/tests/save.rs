@@ -74,6 +74,8 @@ fn what_is_saved_from_memory_is_what_the_files_hold() {
         let folder = tempfile::tempdir().unwrap();
         let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
         let request = SaveRequest {
+            snapshot: false,
+            ahead: false,
             plan: plan(&SIZES),
             folder: Location::Path(folder.path().into()),
             stores: Stores::default(),
@@ -99,6 +101,8 @@ fn late(folder: &Path, contents: &[Vec<u8>], sync: bool, stall_timeout: Duration
     let (plan, folder) = (plan(&SIZES), Location::Path(folder.into()));
     let options = Options { stall_timeout, ..options() };
     Save::start(SaveRequest {
+        snapshot: false,
+        ahead: false,
         plan,
         folder,
         stores: Stores::default(),
@@ -182,6 +186,8 @@ fn nobody_holds_staging_while_a_tensor_is_being_made() {
         let other = tempfile::tempdir().unwrap();
         let tensors = contents.iter().map(|c| At::Host(c.as_ptr() as u64)).collect();
         let request = SaveRequest {
+            snapshot: false,
+            ahead: false,
             plan: plan(&SIZES),
             folder: Location::Path(other.path().into()),
             stores: Stores::default(),
@@ -212,6 +218,8 @@ fn a_save_waits_for_staging_in_the_background() {
             let (plan, folder) = (plan(&SIZES), Location::Path(folder.into()));
             let options = Options { stall_timeout, ..options() };
             Save::start(SaveRequest {
+                snapshot: false,
+                ahead: false,
                 plan,
                 folder,
                 stores: Stores::default(),
@@ -277,6 +285,8 @@ fn from_gpu(folder: &Path, memory: &[GpuMemory], sync: bool, options: Options) -
     let tensors = memory.iter().map(|m| At::Gpu(0, m.address())).collect();
     let (plan, folder) = (plan(&SIZES), Location::Path(folder.into()));
     SaveRequest {
+        snapshot: false,
+        ahead: false,
         plan,
         folder,
         stores: Stores::default(),
@@ -335,6 +345,8 @@ fn small_ones(vendor: Vendor, count: usize, nbytes: usize, align: usize, sizes: 
     let options = Options { stall_timeout: Duration::from_secs(30), ..Options::default() };
     let keep = Arc::new(());
     let save = Save::start(SaveRequest {
+        snapshot: false,
+        ahead: false,
         plan,
         folder: Location::Path(folder_path),
         stores: Stores::default(),
@@ -403,6 +415,8 @@ fn tensors_of_allocations_that_touch_are_copied_one_by_one() {
     let options = Options { stall_timeout: Duration::from_secs(30), ..options() };
     let (plan, path) = (plan(&[nbytes as usize; 3]), folder.path().to_path_buf());
     let request = SaveRequest {
+        snapshot: false,
+        ahead: false,
         plan,
         folder: Location::Path(path),
         stores: Stores::default(),

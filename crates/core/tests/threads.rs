@@ -186,6 +186,8 @@ fn threads_of_a_save() {
         let (tensors, folder) = (vec![At::Host(bytes.as_ptr() as u64)], Location::Path(folder.path().into()));
         let (keep, options) = (Arc::new(()), Options::default());
         let request = SaveRequest {
+            snapshot: false,
+            ahead: false,
             plan,
             folder,
             stores: Stores::default(),

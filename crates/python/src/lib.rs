@@ -72,7 +72,7 @@ mod _core {
     #[pymodule_export]
     use crate::reader::{stop_reading_ahead, Reader};
     #[pymodule_export]
-    use crate::save::{head, Save};
+    use crate::save::{head, shards, Save};
     #[pymodule_export]
     use crate::serve::Server;
     #[pymodule_export]

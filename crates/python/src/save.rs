@@ -8,7 +8,7 @@ use crate::storage::stores_of;
 use crate::waiting::patiently;
 use penstock::format::DType;
 use penstock::options::Order;
-use penstock::save::{Arrangement, At, PushRequest, Save as Core, SavePlan, SaveRequest, Tensor};
+use penstock::save::{Arrangement, At, PushRequest, RankShare, Save as Core, SavePlan, SaveRequest, Tensor};
 use penstock::store::{Location, Stores};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
@@ -77,6 +77,28 @@ pub(crate) fn head<'py>(
     })
 }
 
+/// For each file of a save the numbers of its tensors, in the order in which they stand there. Files without a tensor are
+/// left out.
+#[pyfunction]
+#[pyo3(signature = (tensors, metadata, *, layout, order, most))]
+pub(crate) fn shards<'py>(
+    py: Python<'py>,
+    tensors: Listed<(String, String, Listed<u64>)>,
+    metadata: Option<BTreeMap<String, String>>,
+    layout: &str,
+    order: &str,
+    most: Option<u64>,
+) -> Answer<'py, Vec<Vec<u32>>> {
+    answer(py, || {
+        let (arrangement, order) = arranged(layout, order)?;
+        let known = tensors.0.into_iter().map(|(n, d, s)| tensor(n, &d, s.0)).collect::<PyResult<Vec<_>>>()?;
+        let plan =
+            SavePlan::new(&known, metadata.as_ref(), "m", arrangement, order, most).map_err(|e| raise(py, &e))?;
+        let numbers = plan.files.iter().map(|file| file.places.iter().map(|place| place.0).collect::<Vec<_>>());
+        Ok(numbers.filter(|numbers| !numbers.is_empty()).collect::<Vec<_>>())
+    })
+}
+
 /// The place that a folder names: an address where there is a store for its scheme.
 fn location(folder: PathBuf) -> Location {
     let known = |text: &str| {
@@ -92,7 +114,8 @@ const WRITABLE: c_int = 0x200;
 #[pymethods]
 impl Save {
     #[staticmethod]
-    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, checkpoint, keep, storage = None))]
+    #[pyo3(signature = (folder, name, tensors, metadata, options, *, layout, order, most, sync, checkpoint, keep, storage = None,
+                        snapshot = false, ahead = false, share = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's: keywords all.
     fn start(
         py: Python<'_>,
@@ -108,6 +131,9 @@ impl Save {
         checkpoint: bool,
         keep: Py<PyAny>,
         storage: Option<&Bound<'_, PyAny>>,
+        snapshot: bool,
+        ahead: bool,
+        share: Option<(Vec<String>, Option<String>)>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let (arrangement, order) = arranged(layout, order)?;
@@ -128,9 +154,14 @@ impl Save {
                 Location::Path(_) => Stores::default(),
             };
             let core = interruptibly(py, |go_on| {
-                let plan = SavePlan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
+                let mut plan = SavePlan::new(&known, metadata.as_ref(), &name, arrangement, order, most)?;
+                if let Some((names, index)) = share {
+                    plan = plan.of_rank(&name, RankShare { names, index })?;
+                }
                 let checkpoint = checkpoint.then(|| name.to_string_lossy().into_owned());
-                let request = SaveRequest { plan, folder, stores, checkpoint, tensors: places, keep, sync, options };
+                let tensors = places;
+                let request =
+                    SaveRequest { plan, folder, stores, checkpoint, tensors, keep, sync, snapshot, ahead, options };
                 Core::start_while(request, go_on)
             })?;
             Ok(Self { core: Held::new(core) })
@@ -165,6 +196,33 @@ impl Save {
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         guarded(py, || patiently(py, timeout, false, |t| Ok(self.core.wait(Some(t))? || self.core.wanted().is_some())))
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn copied(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        guarded(py, || patiently(py, timeout, false, |t| self.core.copied(Some(t))))
+    }
+
+    #[pyo3(signature = (timeout = None))]
+    fn sealed(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        guarded(py, || patiently(py, timeout, false, |t| self.core.sealed(Some(t))))
+    }
+
+    fn approve(&self, py: Python<'_>) -> PyResult<()> {
+        perform(py, || self.core.approve())
+    }
+
+    fn done<'py>(&self, py: Python<'py>) -> Answer<'py, bool> {
+        answer(py, || Ok(self.core.is_done()))
+    }
+
+    fn may_be_visible<'py>(&self, py: Python<'py>) -> Answer<'py, bool> {
+        answer(py, || Ok(self.core.may_be_visible()))
+    }
+
+    #[pyo3(signature = (tensor, room = None, timeout = None))]
+    fn want(&self, py: Python<'_>, tensor: u32, room: Option<u64>, timeout: Option<f64>) -> PyResult<bool> {
+        guarded(py, || patiently(py, timeout, false, |t| self.core.want(tensor, room, t)))
     }
 
     fn wanted<'py>(&self, py: Python<'py>) -> Answer<'py, Option<(u32, Bound<'py, PyAny>)>> {

@@ -45,7 +45,8 @@ pub(super) enum Supply {
     Late(usize, u64),
 }
 
-/// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns.
+/// Cuts the files into chunks of at most `extent` bytes; a few files at a time take turns. The files of a rank do not: other
+/// ranks send its tensors in the order of the files.
 pub(super) fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<Chunk>, Vec<ChunkPart>, Vec<Late>)> {
     let mut pieces: Vec<ChunkPart> = Vec::new();
     let mut late: Vec<Late> = Vec::new();
@@ -83,7 +84,7 @@ pub(super) fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<C
                 At::Gpu(ordinal, address) => Supply::Gpu(ordinal, address),
                 At::File(number) => Supply::File(number as usize, 0),
                 At::Late => {
-                    late.push(Late { tensor, nbytes, left: 0, phase: Phase::Away });
+                    late.push(Late { tensor, nbytes, place: (number, offset), left: 0, phase: Phase::Away });
                     Supply::Late(late.len() - 1, 0)
                 }
             };
@@ -93,8 +94,9 @@ pub(super) fn cut(plan: &SavePlan, tensors: &[At], extent: u64) -> Result<(Vec<C
     }
     let mut all = Vec::with_capacity(by_file.iter().map(Vec::len).sum());
     let mut files = by_file.into_iter().map(IntoIterator::into_iter);
+    let at_once = if plan.is_share { 1 } else { SIDE_BY_SIDE };
     loop {
-        let mut side_by_side: Vec<_> = files.by_ref().take(SIDE_BY_SIDE).collect();
+        let mut side_by_side: Vec<_> = files.by_ref().take(at_once).collect();
         if side_by_side.is_empty() {
             for piece in &pieces {
                 if let Supply::Late(number, _) = piece.from {

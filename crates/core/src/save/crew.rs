@@ -2,7 +2,8 @@
 
 use super::chunks::{Chunk, ChunkPart, Supply};
 use super::late::{LateWindow, Made, Phase};
-use super::shared::SaveShared;
+use super::shared::{SaveShared, SaveState};
+use super::snapshot::Snapshot;
 use super::target::{SaveTarget, Written};
 use crate::device::api::Api;
 use crate::device::fetch::{Fetch, Range};
@@ -31,11 +32,20 @@ pub(super) struct Work {
     pub(super) written: Vec<AtomicU64>,
     /// The beginnings of the files; pieces point into them.
     pub(super) _heads: Vec<Vec<u8>>,
-    pub(super) _keep: Keep,
+    /// Keeps the tensors' memory alive, until nothing reads it any more.
+    pub(super) keep: Mutex<Option<Keep>>,
     /// The files that have the bytes of pieces.
     pub(super) sources: Vec<Arc<SteadyFile>>,
-    /// Where chunks are written out of slabs.
+    /// Where chunks are filled in slabs.
     pub(super) staging: Option<RingPlace>,
+    /// True if chunks are written out of slabs.
+    pub(super) is_staged: bool,
+    /// The memory that everything is copied to first.
+    pub(super) snapshot: Option<Snapshot>,
+    /// True if the owner makes late tensors in an order of its own, ahead of the crew.
+    pub(super) ahead: bool,
+    /// True if this rank has a part of the files.
+    pub(super) is_share: bool,
     pub(super) next: AtomicUsize,
 }
 
@@ -122,51 +132,116 @@ impl Work {
         self.shared.changed.notify_all();
     }
 
-    /// Everything is written, if it is of one version.
+    /// Everything is written, if it is of one version: gives the files their names. Those of one rank wait for those of the others.
     fn conclude(&self) -> Result<()> {
         self.sources.iter().try_for_each(|file| file.verify())?;
+        if self.is_share {
+            self.target.seal(&self.shared)?;
+            self.shared.hold()?;
+        }
         self.target.conclude(&self.shared)
     }
 
     fn write_chunks(&self) -> Result<()> {
         let mut devices: Vec<(u32, Fetch)> = Vec::new();
-        while let Some(chunk) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed)) {
-            if self.shared.is_over() || !self.is_its_turn(chunk) {
+        if let Some(snapshot) = &self.snapshot {
+            if !self.copy_chunks(snapshot, &mut devices)? {
                 return Ok(());
             }
-            // Filling ends when late tensors are there, or when the slab has everything.
-            let begun = Instant::now();
-            let Some(here) = self.there(&self.pieces[chunk.pieces.clone()])? else { return Ok(()) };
-            let (pieces, made) = (&here[..], Instant::now());
-            let (filling, writing, Written { direct, calls }) = match &self.staging {
-                Some(staging) => {
-                    let Some(slab) = self.slab(staging)? else { return Ok(()) };
-                    let waited = made.elapsed();
-                    fill(&slab.lease, pieces, &self.sources, &mut devices)?;
-                    let filled = Instant::now();
-                    let written = self.target.write(&self.shared, chunk, slab.lease.address())?;
-                    (filled - begun - waited, filled.elapsed(), written)
-                }
-                None => {
-                    let written = self.target.write_from_place(&self.shared, chunk, pieces)?;
-                    (made - begun, made.elapsed(), written)
-                }
-            };
-            self.let_go(&self.pieces[chunk.pieces.clone()]);
-            let mut state = lock(&self.shared.state);
-            state.written += chunk.len;
-            state.moved = Instant::now();
-            state.report.fill_seconds += filling.as_secs_f64();
-            state.report.write_seconds += writing.as_secs_f64();
-            state.report.writes += calls;
-            state.report.direct_bytes += direct;
-            drop(state);
+        }
+        while let Some(chunk) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed)) {
+            if self.shared.is_over() || !self.is_its_turn(chunk) || !self.write_chunk(chunk, &mut devices)? {
+                return Ok(());
+            }
+            if self.snapshot.is_none() {
+                self.let_go(&self.pieces[chunk.pieces.clone()]);
+                self.shared.take_one(self.chunks.len());
+            }
             if self.target.is_in_order(chunk.file) {
                 self.written[chunk.file].store(chunk.offset + chunk.len, Ordering::Relaxed);
                 self.shared.changed.notify_all();
             }
         }
         Ok(())
+    }
+
+    /// Writes a chunk, and counts it; `false` if the save was given up meanwhile.
+    fn write_chunk(&self, chunk: &Chunk, devices: &mut Vec<(u32, Fetch)>) -> Result<bool> {
+        // Filling ends when late tensors are there, or when the slab has everything.
+        let begun = Instant::now();
+        let here = match &self.snapshot {
+            Some(snapshot) => Cow::Owned(vec![snapshot.piece(chunk)]),
+            None => match self.there(&self.pieces[chunk.pieces.clone()])? {
+                Some(here) => here,
+                None => return Ok(false),
+            },
+        };
+        let (pieces, made) = (&here[..], Instant::now());
+        let (filling, writing, Written { direct, calls }) = match self.staging.as_ref().filter(|_| self.is_staged) {
+            Some(staging) => {
+                let Some(slab) = self.slab(staging)? else { return Ok(false) };
+                let waited = made.elapsed();
+                fill(&slab.lease, pieces, &self.sources, devices)?;
+                let filled = Instant::now();
+                let written = self.target.write(&self.shared, chunk, slab.lease.address())?;
+                (filled - begun - waited, filled.elapsed(), written)
+            }
+            None => {
+                let written = self.target.write_from_place(&self.shared, chunk, pieces)?;
+                (made - begun, made.elapsed(), written)
+            }
+        };
+        let mut state = lock(&self.shared.state);
+        state.written += chunk.len;
+        state.moved = Instant::now();
+        state.report.fill_seconds += filling.as_secs_f64();
+        state.report.write_seconds += writing.as_secs_f64();
+        state.report.writes += calls;
+        state.report.direct_bytes += direct;
+        Ok(true)
+    }
+
+    /// Copies all chunks to the snapshot, with the other threads of the crew; `false` if the save was given up meanwhile.
+    fn copy_chunks(&self, snapshot: &Snapshot, devices: &mut Vec<(u32, Fetch)>) -> Result<bool> {
+        while let Some(chunk) = self.chunks.get(snapshot.next.fetch_add(1, Ordering::Relaxed)) {
+            if self.shared.is_over() || !self.copy_chunk(snapshot, chunk, devices)? {
+                return Ok(false);
+            }
+            self.let_go(&self.pieces[chunk.pieces.clone()]);
+            if self.shared.take_one(self.chunks.len()) {
+                drop(lock(&self.keep).take());
+                if let Some(staging) = self.staging.as_ref().filter(|_| !self.is_staged) {
+                    drop(lock(staging).take());
+                }
+            }
+        }
+        let mut state = lock(&self.shared.state);
+        while !state.copied {
+            if self.shared.cancelled.load(Ordering::Relaxed) || state.failed.is_some() {
+                return Ok(false);
+            }
+            state = self.shared.changed.wait_timeout(state, ASK_AGAIN).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(true)
+    }
+
+    fn copy_chunk(&self, snapshot: &Snapshot, chunk: &Chunk, devices: &mut Vec<(u32, Fetch)>) -> Result<bool> {
+        let begun = Instant::now();
+        let Some(here) = self.there(&self.pieces[chunk.pieces.clone()])? else { return Ok(false) };
+        let (mut waited, is_on_gpu) = (Duration::ZERO, here.iter().any(|piece| matches!(piece.from, Supply::Gpu(..))));
+        match self.staging.as_ref().filter(|_| is_on_gpu) {
+            Some(staging) => {
+                let waiting = Instant::now();
+                let Some(slab) = self.slab(staging)? else { return Ok(false) };
+                waited = waiting.elapsed();
+                fill(&slab.lease, &here, &self.sources, devices)?;
+                let filled = ChunkPart { from: Supply::Host(slab.lease.address() as u64), len: chunk.len };
+                snapshot.take(chunk, &[filled])?;
+            }
+            None => snapshot.take(chunk, &here)?,
+        }
+        lock(&self.shared.state).report.fill_seconds += (begun.elapsed() - waited).as_secs_f64();
+        Ok(true)
     }
 
     /// Waits until what is before the chunk is written, where that matters; `false` if the save was given up meanwhile.
@@ -221,7 +296,8 @@ impl Work {
         if !pieces.iter().any(|p| matches!(p.from, Supply::Late(..))) {
             return Ok(Some(Cow::Borrowed(pieces)));
         }
-        if !self.has_room(pieces) {
+        // An owner that works ahead, and a snapshot, have bounds of their own.
+        if !self.ahead && self.snapshot.is_none() && !self.has_room(pieces) {
             return Ok(None);
         }
         let mut here = pieces.to_vec();
@@ -263,14 +339,30 @@ impl Work {
             match &mut late.phase {
                 Phase::There(made) => return Ok(Some(made.at() as u64)),
                 Phase::Wanted(_) => {}
-                Phase::Away => {
-                    late.phase = Phase::Wanted(Made::new(late.nbytes)?);
-                    state.wanted.push_back(number);
-                    self.shared.changed.notify_all();
+                Phase::Away if self.ahead => {
+                    if !std::mem::replace(&mut state.hungry, true) {
+                        self.shared.changed.notify_all();
+                    }
                 }
+                Phase::Away => self.begin_late(&mut state, number)?,
             }
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// A late tensor is wanted now.
+    pub(super) fn begin_late(&self, state: &mut SaveState, number: usize) -> Result<()> {
+        let late = &mut state.late[number];
+        let made = match &self.snapshot {
+            Some(snapshot) => Made::Placed(snapshot.place(late.place.0, late.place.1)),
+            None => Made::new(late.nbytes)?,
+        };
+        let held = made.nbytes();
+        late.phase = Phase::Wanted(made);
+        state.held += held;
+        state.wanted.push_back(number);
+        self.shared.changed.notify_all();
+        Ok(())
     }
 
     /// Pieces were written: late tensors of which nothing more is written are dropped.
@@ -281,7 +373,9 @@ impl Work {
                 let late = &mut state.late[number];
                 late.left -= 1;
                 if late.left == 0 {
+                    let held = late.held();
                     let dropped = std::mem::replace(&mut late.phase, Phase::Away);
+                    state.held -= held;
                     drop(state);
                     drop(dropped);
                     self.shared.changed.notify_all(); // there may be room for others
@@ -315,7 +409,7 @@ fn fill(
     for piece in pieces {
         let len = piece.len as usize;
         match piece.from {
-            // SAFETY: `_keep` keeps the source alive (a late tensor is let go only afterwards), the pieces of a chunk fit a
+            // SAFETY: `keep` keeps the source alive (a late tensor is let go only afterwards), the pieces of a chunk fit a
             // slab, and the slab is this thread's alone.
             Supply::Host(from) => unsafe { slab.address().add(at).copy_from_nonoverlapping(from as *const u8, len) },
             Supply::Gpu(ordinal, from) => fetched.push((ordinal, Range { from, to: at, len })),

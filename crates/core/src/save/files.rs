@@ -31,6 +31,11 @@ pub(super) struct FilesTarget {
     /// Names of the files, the index last.
     names: Vec<OsString>,
     sync: bool,
+    /// Files of this rank that have their names, and stay only if those of all ranks do.
+    named: Mutex<Vec<PathBuf>>,
+    is_share: bool,
+    /// The index has its name.
+    is_visible: AtomicBool,
 }
 
 /// How a file is written to. The descriptors belong to its output, which lives as long as a thread writes.
@@ -90,7 +95,10 @@ impl FilesTarget {
             // It cannot be replaced either. Found out at the end, the save would be in vain.
             in_place::check_free(path)?;
         }
-        Ok(FilesTarget { outputs: Mutex::new(outputs), sinks, index, checkpoint, names: plan.names(), sync })
+        let (names, is_share) = (plan.names(), plan.is_share);
+        let (named, is_visible) = (Mutex::default(), AtomicBool::new(false));
+        let outputs = Mutex::new(outputs);
+        Ok(FilesTarget { outputs, sinks, index, checkpoint, names, sync, named, is_share, is_visible })
     }
 
     /// True if a file is written past the page cache.
@@ -176,7 +184,31 @@ impl SaveTarget for FilesTarget {
         Ok(Written { direct: 0, calls })
     }
 
+    fn seal(&self, shared: &SaveShared) -> Result<()> {
+        let begun = Instant::now();
+        let mut outputs = lock(&self.outputs);
+        let refused = outputs.iter().map(|output| output.seal(self.sync)).collect::<Result<Vec<_>>>()?;
+        if let Some(refused) = refused.into_iter().flatten().next() {
+            shared.add_fallback(refused);
+        }
+        let mut folders: BTreeSet<PathBuf> = BTreeSet::new();
+        for mut output in outputs.drain(..) {
+            folders.insert(output.folder().to_path_buf());
+            lock(&self.named).push(output.path.clone());
+            output.publish(self.sync)?;
+        }
+        if self.sync {
+            folders.iter().try_for_each(|folder| settle(shared, folder))?;
+            lock(&shared.state).report.sync_seconds = begun.elapsed().as_secs_f64();
+        }
+        Ok(())
+    }
+
     fn conclude(&self, shared: &SaveShared) -> Result<()> {
+        if self.is_share && self.index.is_none() {
+            self.is_visible.store(true, Ordering::Relaxed);
+            return Ok(());
+        }
         let given_up = || match shared.cancelled.load(Ordering::Relaxed) {
             true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
             false => Ok(()),
@@ -195,9 +227,11 @@ impl SaveTarget for FilesTarget {
             shared.add_fallback(refused);
         }
         let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(|last| &last.path);
-        lock(&shared.state).report.sync_seconds = if self.sync { begun.elapsed().as_secs_f64() } else { 0.0 };
+        if self.sync {
+            lock(&shared.state).report.sync_seconds += begun.elapsed().as_secs_f64();
+        }
         given_up()?;
-        if let Some(path) = index {
+        if let Some(path) = index.filter(|_| !self.is_share) {
             // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not
             // call them one checkpoint.
             if let Err(cause) = std::fs::remove_file(path) {
@@ -207,6 +241,7 @@ impl SaveTarget for FilesTarget {
             }
         }
         outputs.iter_mut().try_for_each(|output| output.publish(self.sync))?;
+        self.is_visible.store(true, Ordering::Relaxed);
         if self.sync {
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
             folders.extend(self.checkpoint.iter().flat_map(|folder| &folder.with_new_names).map(PathBuf::as_path));
@@ -223,7 +258,16 @@ impl SaveTarget for FilesTarget {
     fn clear(&self, _shared: &SaveShared, _is_complete: bool) -> Vec<String> {
         // A file that did not get its name goes with its output.
         lock(&self.outputs).clear();
-        Vec::new()
+        let named = std::mem::take(&mut *lock(&self.named));
+        if self.may_be_visible() {
+            return Vec::new();
+        }
+        let stays = |path: &PathBuf| std::fs::remove_file(path).is_err_and(|e| e.kind() != io::ErrorKind::NotFound);
+        named.into_iter().filter(stays).map(|path| path.display().to_string()).collect()
+    }
+
+    fn may_be_visible(&self) -> bool {
+        self.is_visible.load(Ordering::Relaxed)
     }
 
     fn uses_disk(&self) -> bool {

@@ -9,7 +9,8 @@ use super::late::{LateWindow, Phase};
 use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
 use super::pushed::PushRequest;
-use super::shared::{SaveReport, SaveShared};
+use super::shared::{SaveReport, SaveShared, SaveState};
+use super::snapshot::{check_memory, Snapshot};
 use super::target::SaveTarget;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
@@ -19,6 +20,7 @@ use crate::options::{Options, HUGE_PAGE, PAGE};
 use crate::staging::Ring;
 use crate::store::{Location, Stores, Watch};
 use crate::sync::{lock, JoinHandle, Mutex};
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -66,6 +68,10 @@ pub struct SaveRequest {
     /// Whether to wait until everything is on stable storage. Otherwise the save ends when the page cache has
     /// everything.
     pub sync: bool,
+    /// True if everything is copied to memory of this process first.
+    pub snapshot: bool,
+    /// True if late tensors are made when the owner [wants](Save::want) it, ahead of the crew.
+    pub ahead: bool,
     /// Sizes of chunks and staging, writers (`threads`), the stall timeout.
     pub options: Options,
 }
@@ -76,6 +82,8 @@ pub struct Save {
     folder: Location,
     names: Vec<OsString>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// The number of a late tensor among them, by its number in the plan.
+    late_numbers: HashMap<u32, usize>,
     stall: Duration,
     pid: u32,
 }
@@ -90,6 +98,20 @@ struct SavePlace {
     /// Threads that write, and most of them.
     writers: usize,
     most: usize,
+}
+
+/// All that writing starts with.
+struct Writing {
+    plan: SavePlan,
+    place: SavePlace,
+    folder: Location,
+    tensors: Vec<At>,
+    keep: Keep,
+    snapshot: Option<Snapshot>,
+    ahead: bool,
+    options: Options,
+    report: SaveReport,
+    began: Instant,
 }
 
 impl SavePlace {
@@ -144,8 +166,14 @@ impl Save {
     /// As for [`start`](Self::start); the errors of the server.
     pub fn start_while(request: SaveRequest, go_on: impl FnMut() -> bool) -> Result<Save> {
         let began = Instant::now();
-        let SaveRequest { mut plan, folder, stores, checkpoint, tensors, keep, sync, options } = request;
+        let SaveRequest { mut plan, folder, stores, checkpoint, tensors, keep, sync, snapshot, ahead, options } =
+            request;
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
+        // Before anything is made: without the memory nothing is.
+        let snapshot = snapshot.then(|| Snapshot::new(&plan)).transpose()?;
+        if ahead && snapshot.is_none() && !plan.is_share {
+            check_memory(nbytes_late(&plan, &tensors), "packing tensors before they are written")?;
+        }
         let place = match &folder {
             Location::Path(path) => {
                 SavePlace::of_folder(&mut plan, path, checkpoint.as_deref(), sync, &options, &mut report)?
@@ -158,7 +186,7 @@ impl Save {
                 place
             }
         };
-        Self::write(plan, place, folder, &tensors, keep, &options, report, began)
+        Self::write(Writing { plan, place, folder, tensors, keep, snapshot, ahead, options, report, began })
     }
 
     /// Uploads files as they are.
@@ -177,25 +205,18 @@ impl Save {
         let (plan, place, told) =
             SavePlace::of_address(plan, &address, Some(checkpoint), Some(journal), &options, go_on)?;
         report.fallbacks.extend(told);
-        Self::write(plan, place, folder, &tensors, Arc::new(()), &options, report, began)
+        let (keep, snapshot, ahead): (Keep, _, _) = (Arc::new(()), None, false);
+        Self::write(Writing { plan, place, folder, tensors, keep, snapshot, ahead, options, report, began })
     }
 
-    #[allow(clippy::too_many_arguments)] // They are the parts of both requests.
-    fn write(
-        plan: SavePlan,
-        place: SavePlace,
-        folder: Location,
-        tensors: &[At],
-        keep: Keep,
-        options: &Options,
-        mut report: SaveReport,
-        began: Instant,
-    ) -> Result<Save> {
+    fn write(writing: Writing) -> Result<Save> {
+        let Writing { plan, place, folder, tensors, keep, snapshot, ahead, options, mut report, began } = writing;
+        let is_share = plan.is_share;
         report.file_bytes = plan.files.iter().map(|file| file.size).sum();
         report.files = plan.files.len() + usize::from(plan.index.is_some()) + plan.small.len();
         let names = plan.names();
         let SavePlace { target, extent, is_direct, writers, most: most_writers } = place;
-        let (chunks, pieces, late) = cut(&plan, tensors, extent)?;
+        let (chunks, pieces, late) = cut(&plan, &tensors, extent)?;
         let staged = is_direct || pieces.iter().any(|p| matches!(p.from, Supply::Gpu(..) | Supply::File(..)));
         let most = match (options.threads, staged) {
             (0, true) => writers.max(DIRECT_WRITERS),
@@ -211,6 +232,8 @@ impl Save {
         }
         report.threads = crew;
         let window = LateWindow::new(&late, options.staging);
+        let is_staged = if snapshot.is_some() { is_direct } else { staged };
+        let late_numbers = late.iter().enumerate().map(|(number, late)| (late.tensor, number)).collect();
         let shared = SaveShared::new(began, crew, late, report);
         let work = Arc::new(Work {
             target,
@@ -220,9 +243,13 @@ impl Save {
             pieces,
             written: plan.files.iter().map(|_| AtomicU64::new(0)).collect(),
             _heads: plan.files.into_iter().map(|f| f.head).collect(),
-            _keep: keep,
+            keep: Mutex::new(Some(keep)),
             sources: plan.sources,
             staging,
+            is_staged,
+            snapshot,
+            ahead,
+            is_share,
             next: AtomicUsize::new(0),
         });
         let threads = work.start(crew)?;
@@ -231,6 +258,7 @@ impl Save {
             folder,
             names,
             threads: Mutex::new(threads),
+            late_numbers,
             stall: options.stall_timeout,
             pid: std::process::id(),
         })
@@ -243,6 +271,44 @@ impl Save {
     /// The save's own error; `Timeout` when nothing has been written for the stall timeout, because the storage does
     /// not answer or because other loads hold all of the staging memory.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool> {
+        self.wait_for(timeout, |state| (!state.wanted.is_empty()).then_some(false))
+    }
+
+    /// Waits until all bytes have left the tensors, at most `timeout`: their owner may change them then. `false` if that passed
+    /// first.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait), unless the bytes had left the tensors before.
+    pub fn copied(&self, timeout: Option<Duration>) -> Result<bool> {
+        if self.pid == std::process::id() && lock(&self.work.shared.state).copied {
+            return Ok(true);
+        }
+        self.wait_for(timeout, |state| state.copied.then_some(true))
+    }
+
+    /// Waits until every file of this rank is whole, at most `timeout`. `false` if that passed first.
+    ///
+    /// # Errors
+    /// As for [`wait`](Self::wait).
+    pub fn sealed(&self, timeout: Option<Duration>) -> Result<bool> {
+        self.wait_for(timeout, |state| state.sealed.then_some(true))
+    }
+
+    /// The files of all ranks are whole: those of this one stay, and the rank with the index makes the checkpoint visible.
+    pub fn approve(&self) {
+        if self.pid == std::process::id() {
+            lock(&self.work.shared.state).approved = true;
+            self.work.shared.changed.notify_all();
+        }
+    }
+
+    /// True if readers may see the new checkpoint.
+    pub fn may_be_visible(&self) -> bool {
+        self.pid == std::process::id() && self.work.target.may_be_visible()
+    }
+
+    /// Waits for the end of the save, or until `ends` says what to return.
+    fn wait_for(&self, timeout: Option<Duration>, ends: impl Fn(&SaveState) -> Option<bool>) -> Result<bool> {
         self.same_process()?;
         let deadline = timeout.and_then(|t| Instant::now().checked_add(t));
         let mut state = lock(&self.work.shared.state);
@@ -250,11 +316,13 @@ impl Save {
             if let Some(outcome) = &state.outcome {
                 return outcome.clone().map(|()| true);
             }
-            if !state.wanted.is_empty() {
-                return Ok(false);
+            if let Some(found) = ends(&state) {
+                return Ok(found);
             }
             let now = Instant::now();
-            if !state.syncing && now.saturating_duration_since(state.moved) >= self.stall {
+            // The storage waits for a tensor, which other ranks may have to bring.
+            let lacks = state.hungry || !state.wanted.is_empty();
+            if !state.syncing && !lacks && now.saturating_duration_since(state.moved) >= self.stall {
                 let why = match state.starved && state.slabs == 0 {
                     true => "other loads hold all of the staging memory",
                     false => "the storage does not answer",
@@ -270,6 +338,35 @@ impl Save {
             }
             let next = deadline.map_or(self.stall, |d| d - now).min(self.stall);
             state = self.work.shared.changed.wait_timeout(state, next).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Makes a late tensor [wanted](Self::wanted) ahead of the crew, where late tensors have `room` bytes of memory for it
+    /// (`None`: without limit) or the crew has nothing else to write. `false` if there was no room for `timeout`.
+    ///
+    /// # Errors
+    /// The save's own error; `OutOfMemory`.
+    pub fn want(&self, tensor: u32, room: Option<u64>, timeout: Duration) -> Result<bool> {
+        self.same_process()?;
+        let Some(&number) = self.late_numbers.get(&tensor) else { return Ok(true) };
+        let deadline = Instant::now() + timeout;
+        let mut state = lock(&self.work.shared.state);
+        loop {
+            if let Some(Err(e)) = &state.outcome {
+                return Err(e.clone());
+            }
+            if !state.late[number].is_due() {
+                return Ok(true);
+            }
+            let nbytes = state.late[number].nbytes;
+            if state.hungry || room.is_none_or(|room| state.held.saturating_add(nbytes) <= room) {
+                return self.work.begin_late(&mut state, number).map(|()| true);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(false);
+            }
+            state = self.work.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -302,8 +399,14 @@ impl Save {
         }
         // The time was not spent by the storage.
         state.moved = Instant::now();
+        state.hungry = false;
         drop(state);
         self.work.shared.changed.notify_all();
+    }
+
+    /// True if the save has ended, with success or with an error.
+    pub fn is_done(&self) -> bool {
+        self.pid == std::process::id() && lock(&self.work.shared.state).outcome.is_some()
     }
 
     /// Names of the files, the index last.
@@ -378,4 +481,10 @@ impl Drop for Save {
         }
         self.close();
     }
+}
+
+/// Bytes of the tensors that are made late.
+fn nbytes_late(plan: &SavePlan, tensors: &[At]) -> u64 {
+    let places = plan.files.iter().flat_map(|file| &file.places);
+    places.filter(|place| matches!(tensors.get(place.0 as usize), Some(At::Late))).map(|place| place.2).sum()
 }

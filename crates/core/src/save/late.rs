@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub(super) struct Late {
     pub(super) tensor: u32,
     pub(super) nbytes: u64,
+    /// The file that it is written to, and its first byte there.
+    pub(super) place: (usize, u64),
     /// Pieces of it that are not written yet.
     pub(super) left: usize,
     pub(super) phase: Phase,
@@ -54,10 +56,27 @@ pub(super) enum Phase {
     There(Made),
 }
 
+impl Late {
+    /// True if nobody has begun to make it, and pieces of it are to be written.
+    pub(super) fn is_due(&self) -> bool {
+        matches!(self.phase, Phase::Away) && self.left > 0
+    }
+
+    /// Bytes of memory that it takes now.
+    pub(super) fn held(&self) -> u64 {
+        match &self.phase {
+            Phase::Away => 0,
+            Phase::Wanted(made) | Phase::There(made) => made.nbytes(),
+        }
+    }
+}
+
 pub(super) enum Made {
     Small(Vec<u8>),
     /// Not from the allocator, which keeps freed memory for each thread.
     Large(Anonymous),
+    /// At this address of a snapshot, which outlives the crew.
+    Placed(u64),
 }
 
 impl Made {
@@ -69,10 +88,20 @@ impl Made {
         })
     }
 
+    /// Bytes of memory that it takes by itself.
+    pub(super) fn nbytes(&self) -> u64 {
+        match self {
+            Made::Small(bytes) => bytes.len() as u64,
+            Made::Large(memory) => memory.len() as u64,
+            Made::Placed(_) => 0,
+        }
+    }
+
     pub(super) fn at(&mut self) -> *mut u8 {
         match self {
             Made::Small(bytes) => bytes.as_mut_ptr(),
             Made::Large(memory) => memory.at(),
+            Made::Placed(address) => *address as *mut u8,
         }
     }
 }
@@ -82,7 +111,7 @@ mod tests {
     use super::*;
 
     fn late(left: &[usize]) -> Vec<Late> {
-        left.iter().map(|&left| Late { tensor: 0, nbytes: 10, left, phase: Phase::Away }).collect()
+        left.iter().map(|&left| Late { tensor: 0, nbytes: 10, place: (0, 0), left, phase: Phase::Away }).collect()
     }
 
     #[test]

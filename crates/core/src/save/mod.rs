@@ -11,6 +11,9 @@
 //! tensors are there. So nothing holds staging while a tensor is made. Making it may take long, and may itself load or
 //! save.
 //!
+//! The owner may change its tensors when all bytes have left them ([`Save::copied`]): when everything is written, or, with a
+//! [`Snapshot`](snapshot), when everything is in memory of this process.
+//!
 //! The slabs, one per thread of the crew, and the late tensors that are not written yet bound the memory: each of both has
 //! `staging` at most, or what one chunk needs. The stall timeout bounds how long a write may hang, or other loads may keep the staging.
 
@@ -32,12 +35,13 @@ mod plan;
 mod pushed;
 mod shared;
 mod side_by_side;
+mod snapshot;
 mod target;
 
 pub use bucket::Bucket;
 pub use chunks::At;
 pub use handle::{Save, SaveRequest, Wanted};
 pub(crate) use output::Output;
-pub use plan::{Arrangement, FilePlan, SavePlan, Tensor};
+pub use plan::{Arrangement, FilePlan, RankShare, SavePlan, Tensor};
 pub use pushed::PushRequest;
 pub use shared::SaveReport;

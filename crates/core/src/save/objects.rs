@@ -43,6 +43,8 @@ pub(super) struct ObjectsTarget {
     part: u64,
     in_order: bool,
     index: Option<(Location, String)>,
+    /// True if other ranks send the other objects of the checkpoint.
+    is_share: bool,
     before: Before,
     journal: Option<PushJournal>,
     /// The new checkpoint, as readers see it now.
@@ -162,7 +164,7 @@ impl ObjectsTarget {
             None => Before::of_object(&asker, folder.within(&name))?,
         };
         let is_taken = |file: &FilePlan| before.is_unlisted || before.names.contains(&file.name);
-        if plan.index.is_some() && plan.files.iter().any(is_taken) {
+        if plan.index.is_some() && !plan.is_share && plan.files.iter().any(is_taken) {
             plan.tag_shards(&tag())?;
         }
         let object = |file: &FilePlan| ObjectUnderWay {
@@ -172,11 +174,23 @@ impl ObjectsTarget {
         };
         let objects = plan.files.iter().map(object).collect();
         let index = plan.index_name().map(|name| folder.within(OsStr::new(&name))).zip(plan.index.clone());
-        let in_order = limits.in_order;
+        let (in_order, is_share) = (limits.in_order, plan.is_share);
         let (visible, fallbacks) = (Mutex::new(Visible::No), std::mem::take(&mut before.fallbacks));
         let small = std::mem::take(&mut plan.small).into_iter().map(|(name, bytes)| (folder.within(&name), bytes));
         let (small, folder) = (small.collect(), folder.clone());
-        let target = ObjectsTarget { uploads, folder, objects, small, part, in_order, index, before, journal, visible };
+        let target = ObjectsTarget {
+            uploads,
+            folder,
+            objects,
+            small,
+            part,
+            in_order,
+            index,
+            is_share,
+            before,
+            journal,
+            visible,
+        };
         Ok((target, plan, fallbacks))
     }
 
@@ -192,7 +206,7 @@ impl ObjectsTarget {
 
     /// True if a checkpoint is visible as soon as this object is there.
     fn is_visible(&self, object: &ObjectUnderWay) -> bool {
-        self.index.is_none() && object.at == self.objects[0].at
+        self.index.is_none() && !self.is_share && object.at == self.objects[0].at
     }
 
     /// The condition of the visible object: it is as it was at the start.
@@ -273,8 +287,8 @@ impl ObjectsTarget {
         }
     }
 
-    /// All parts are sent: the shards become objects, and then the checkpoint becomes visible.
-    fn conclude_objects(&self, watch: &dyn UploadWatch) -> Result<()> {
+    /// All parts are sent: the shards become objects.
+    fn finish_shards(&self, watch: &dyn UploadWatch) -> Result<()> {
         let shards: Vec<_> = self.objects.iter().filter(|object| !self.is_visible(object)).collect();
         each(&shards, ENDING.min(self.connections()), |object| {
             watch.check()?;
@@ -284,11 +298,16 @@ impl ObjectsTarget {
             watch.check()?;
             self.uploads.put(at, bytes, &Precondition::Always, watch).map_err(|e| e.at(at))?;
         }
-        self.publish(watch)
+        Ok(())
     }
 
     /// Makes the new checkpoint visible.
     fn publish(&self, watch: &dyn UploadWatch) -> Result<()> {
+        if self.is_share && self.index.is_none() {
+            // Another rank does.
+            *lock(&self.visible) = Visible::Yes;
+            return Ok(());
+        }
         let (visible, hides) = match &self.index {
             Some((at, text)) => {
                 let put = self.uploads.put(at, text.as_bytes(), &self.condition(at), watch);
@@ -419,11 +438,17 @@ impl SaveTarget for ObjectsTarget {
         self.send(shared, chunk, &bytes)
     }
 
+    fn seal(&self, shared: &SaveShared) -> Result<()> {
+        self.finish_shards(&Lingering::of(shared)).map_err(of_writing)
+    }
+
     fn conclude(&self, shared: &SaveShared) -> Result<()> {
         let given_up = |e: Error| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned());
-        SaveWatch(shared).check().map_err(given_up)?;
+        if !self.is_share || self.index.is_some() {
+            SaveWatch(shared).check().map_err(given_up)?;
+        }
         let watch = Lingering::of(shared);
-        self.conclude_objects(&watch).map_err(of_writing)?;
+        self.finish_shards(&watch).and_then(|()| self.publish(&watch)).map_err(of_writing)?;
         let is_checked =
             |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_checked);
         if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
@@ -442,6 +467,10 @@ impl SaveTarget for ObjectsTarget {
         }
         self.uploads.sender().rest();
         left
+    }
+
+    fn may_be_visible(&self) -> bool {
+        *lock(&self.visible) != Visible::No
     }
 
     fn uses_disk(&self) -> bool {

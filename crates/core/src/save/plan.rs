@@ -86,6 +86,17 @@ pub struct SavePlan {
     pub(super) small: Vec<(OsString, Vec<u8>)>,
     /// The files of this machine that have the bytes ([`At::File`](super::At::File)).
     pub(super) sources: Vec<Arc<SteadyFile>>,
+    /// True if these are the files of one rank, and other ranks have the others of the checkpoint.
+    pub(super) is_share: bool,
+}
+
+/// A rank's part of a checkpoint that several ranks save.
+#[derive(Debug, Clone)]
+pub struct RankShare {
+    /// Names of its files. No reader takes them for files of a checkpoint until an index names them.
+    pub names: Vec<String>,
+    /// The text of the index, if this rank writes it.
+    pub index: Option<String>,
 }
 
 impl SavePlan {
@@ -189,11 +200,28 @@ impl SavePlan {
             text.push('\n');
             text
         });
-        let index_name = index.as_ref().and(name.to_str()).map(|name| {
-            // The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
-            format!("{}{SUFFIX}{INDEX_SUFFIX}", name.strip_suffix(SUFFIX).unwrap_or(name))
-        });
-        Ok(SavePlan { files, index, index_name, nbytes, small: Vec::new(), sources: Vec::new() })
+        let index_name = index.as_ref().and(name.to_str()).map(index_of);
+        Ok(SavePlan { files, index, index_name, nbytes, small: Vec::new(), sources: Vec::new(), is_share: false })
+    }
+
+    /// The same files as the part of a rank, without those that have no tensor. `name` is that of the checkpoint.
+    ///
+    /// # Errors
+    /// `Invalid` for a `name` that is not UTF-8, and for another number of names than there are files.
+    pub fn of_rank(mut self, name: &OsStr, share: RankShare) -> Result<SavePlan> {
+        let name = name.to_str().ok_or_else(|| not_utf8(name))?;
+        self.files.retain(|file| !file.places.is_empty());
+        if self.files.len() != share.names.len() {
+            let (files, names) = (self.files.len(), share.names.len());
+            return Err(Error::invalid(format!("{names} names are given for the {files} files of this rank")));
+        }
+        for (file, name) in self.files.iter_mut().zip(share.names) {
+            file.name = name.into();
+        }
+        self.index_name = share.index.as_ref().map(|_| index_of(name));
+        self.index = share.index;
+        self.is_share = true;
+        Ok(self)
     }
 
     /// Gives the shards other names: `model-TAG-00001-of-00002.safetensors`. The index keeps its own, and names them.
@@ -232,6 +260,11 @@ impl SavePlan {
     pub(super) fn index_name(&self) -> Option<String> {
         self.index_name.clone()
     }
+}
+
+/// The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
+fn index_of(name: &str) -> String {
+    format!("{}{SUFFIX}{INDEX_SUFFIX}", name.strip_suffix(SUFFIX).unwrap_or(name))
 }
 
 fn not_utf8(name: &OsStr) -> Error {
@@ -443,6 +476,18 @@ mod tests {
         }
         let one = SavePlan::bounded(&tensors, None, "model", Arrangement::Aligned, Order::File, None, 10_000).unwrap();
         assert_eq!(one.files.len(), 1);
+    }
+
+    #[test]
+    fn the_files_of_a_rank_have_the_names_that_are_given() {
+        let names = || ["a", "b", "c"].map(str::to_owned).to_vec();
+        let share = RankShare { names: names(), index: Some("{}".to_owned()) };
+        let plan = plan(Arrangement::Aligned, Order::File, Some(8500)).of_rank(OsStr::new("m"), share.clone()).unwrap();
+        assert_eq!(plan.names(), ["a", "b", "c", "m.safetensors.index.json"].map(OsString::from));
+        let nothing = SavePlan::new(&[], None, "m", Arrangement::Aligned, Order::File, None).unwrap();
+        let none = RankShare { names: Vec::new(), index: None };
+        assert_eq!(nothing.clone().of_rank(OsStr::new("m"), none).unwrap().names(), Vec::<OsString>::new());
+        assert_eq!(nothing.of_rank(OsStr::new("m"), share).unwrap_err().kind(), ErrorKind::Invalid);
     }
 
     #[test]

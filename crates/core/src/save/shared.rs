@@ -1,11 +1,12 @@
 //! The state of a save that its threads, its owner and the place of its files share.
 
 use super::late::Late;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::sync::{lock, Condvar, Mutex};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::PoisonError;
 use std::time::Instant;
 
 /// The report of a save.
@@ -57,6 +58,16 @@ pub(super) struct SaveState {
     pub(super) starved: bool,
     /// The save waits for the disk, without a time limit.
     pub(super) syncing: bool,
+    /// Chunks whose bytes have left the tensors, and whether all have: the owner may change the tensors then.
+    pub(super) taken: usize,
+    pub(super) copied: bool,
+    /// Every file is whole, and waits for those of other ranks; the owner says that they are whole too.
+    pub(super) sealed: bool,
+    pub(super) approved: bool,
+    /// A thread of the crew waits for a late tensor that nobody has begun to make.
+    pub(super) hungry: bool,
+    /// Bytes of late tensors in memory of their own.
+    pub(super) held: u64,
     pub(super) late: Vec<Late>,
     /// Late tensors that are wanted, in the order of the requests.
     pub(super) wanted: VecDeque<usize>,
@@ -74,6 +85,12 @@ impl SaveShared {
             slabs: 0,
             starved: false,
             syncing: false,
+            taken: 0,
+            copied: false,
+            sealed: false,
+            approved: false,
+            hungry: false,
+            held: 0,
             late,
             wanted: VecDeque::new(),
             failed: None,
@@ -86,6 +103,40 @@ impl SaveShared {
     /// True if nothing more needs to be written: the save was given up, or has failed.
     pub(super) fn is_over(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed) || lock(&self.state).failed.is_some()
+    }
+
+    /// The bytes of one of `all` chunks have left the tensors. True if they were the last.
+    pub(super) fn take_one(&self, all: usize) -> bool {
+        let mut state = lock(&self.state);
+        state.taken += 1;
+        state.moved = Instant::now();
+        state.copied = state.taken >= all;
+        let is_last = state.copied;
+        drop(state);
+        if is_last {
+            self.changed.notify_all();
+        }
+        is_last
+    }
+
+    /// Every file of this rank is whole: waits until the owner knows the same of the other ranks.
+    ///
+    /// # Errors
+    /// `Cancelled` if the save was given up.
+    pub(super) fn hold(&self) -> Result<()> {
+        let mut state = lock(&self.state);
+        state.sealed = true;
+        self.changed.notify_all();
+        loop {
+            if state.approved {
+                return Ok(());
+            }
+            if self.cancelled.load(Ordering::Relaxed) {
+                let text = "the save was given up before all ranks had their files";
+                return Err(Error::new(ErrorKind::Cancelled, text));
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     /// Counts something that was sent again. The first reason is told.

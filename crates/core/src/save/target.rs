@@ -31,6 +31,13 @@ pub(super) trait SaveTarget: Send + Sync {
     /// As for [`write`](Self::write).
     fn write_from_place(&self, shared: &SaveShared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written>;
 
+    /// Everything is written, of this rank's part of a save of several: its files become whole, and no reader takes them for
+    /// a checkpoint yet.
+    ///
+    /// # Errors
+    /// As for [`conclude`](Self::conclude).
+    fn seal(&self, shared: &SaveShared) -> Result<()>;
+
     /// Everything is written: gives the files their names, the index last.
     ///
     /// # Errors
@@ -40,6 +47,9 @@ pub(super) trait SaveTarget: Send + Sync {
     /// Lets go of the files that have not got their names; of all of them unless `is_complete`. Returns those that stay in spite
     /// of that, in words.
     fn clear(&self, shared: &SaveShared, is_complete: bool) -> Vec<String>;
+
+    /// True if readers may see the new checkpoint.
+    fn may_be_visible(&self) -> bool;
 
     /// True if a disk of this machine is busy with it.
     fn uses_disk(&self) -> bool;

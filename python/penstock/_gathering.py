@@ -1,0 +1,184 @@
+"""Parts of tensors on their way from rank to rank: messages through the process group that the caller gave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import product
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from ._dtypes import DTYPES
+from ._errors import InvalidError, LimitError
+from ._late_imports import importing
+from ._member import is_mesh
+from ._patience import LOOK
+from ._placements import shape_of
+from ._selection import Axes
+
+T = TypeVar("T")
+
+#: Of our messages: a program's own messages have others.
+_TAG = 0x70656E
+
+
+class MessageError(Exception):
+    """A message did not go or come: the other rank may be gone."""
+
+
+class Messages:
+    """Messages of this rank, one after the other, on a thread that can be left behind: a rank that waits for one must
+    notice that its sender is gone, and Ctrl-C.
+
+    After an error a message may be under way for ever. Its memory belongs to the thread.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group, self._ranks = _process_group(group, rank, size)
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, tensor: Any, to: int, look: Callable[[], object]) -> None:
+        """Sends the bytes of a tensor. ``look`` is called meanwhile, and may raise."""
+
+        def work() -> None:
+            from torch import distributed
+
+            with _on(tensor.device):
+                distributed.send(packed(tensor), self._ranks[to], group=self._group, tag=_TAG)
+
+        self._do(work, look)
+
+    def receive(self, nbytes: int, kind: str, of: int, look: Callable[[], object]) -> Any:
+        """So many bytes, in memory of this process. ``kind``: of the device that the sender's message comes from."""
+        import torch
+
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+        def work() -> Any:
+            from torch import distributed
+
+            with _on(device):
+                found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                distributed.recv(found, self._ranks[of], group=self._group, tag=_TAG)
+                return found.cpu()
+
+        return self._do(work, look)
+
+    def _do(self, work: Callable[[], T], look: Callable[[], object]) -> T:
+        over, result, failure = threading.Event(), list[T](), list[BaseException]()
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:
+                failure.append(error)
+            finally:
+                over.set()
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="penstock-gather", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise LimitError(f"cannot start the thread that sends tensors to other ranks: {error}") from error
+        self._work.put(run)
+        while not over.wait(LOOK):
+            look()
+        if failure:
+            cause = failure.pop()
+            lines = str(cause).splitlines() or [type(cause).__name__]
+            raise MessageError(lines[0]) from cause
+        return result.pop()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # what it holds on to is the caller's
+
+    def close(self) -> None:
+        """Nothing more is sent or received."""
+        self._work.put(None)
+
+
+def _process_group(group: Any, rank: int, size: int) -> tuple[Any, Sequence[int]]:
+    """The process group that messages go through, and the global ranks of the group's ranks."""
+    with importing():
+        from torch import distributed
+
+    if is_mesh(group):
+        if group.ndim == 1:
+            group = group.get_group()
+        else:
+            return None, [int(one) for one in group.mesh.flatten().tolist()]
+    if not isinstance(group, tuple):
+        return group, [distributed.get_global_rank(group, one) for one in range(size)]
+    there = distributed.is_available() and distributed.is_initialized()
+    if there and (distributed.get_rank(), distributed.get_world_size()) == (rank, size):
+        return None, range(size)
+    raise InvalidError(
+        "group: parts of tensors are on several ranks, and a store brings them nowhere: give a process group or a "
+        "DeviceMesh of these ranks"
+    )
+
+
+class _on:
+    """The device that messages of this thread go through."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self._device)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def packed(tensor: Any) -> Any:
+    """The bytes of a tensor, one after the other."""
+    import torch
+
+    plain = tensor.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+    if plain.element_size() == 1:
+        plain = plain.view(torch.uint8)  # there are dtypes that torch cannot copy
+    return plain.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Whole:
+    """A tensor that is put together in memory which the save gives."""
+
+    def __init__(self, memory: memoryview, dtype: str, shape: Sequence[int]) -> None:
+        import torch
+
+        self._bits = DTYPES[dtype].bits
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8).view(self._in_bytes(shape))
+
+    def _in_bytes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] * self._bits // 8) if shape else (self._bits // 8,)
+
+    def put(self, axes: Axes | None, part: Any) -> None:
+        """Puts the bytes of a part in their places."""
+        if axes is None or not axes:
+            self._bytes.reshape(-1).copy_(part)
+            return
+        part = part.view(self._in_bytes(shape_of(axes)))
+        for places in product(*map(self._runs, axes[:-1]), self._runs(axes[-1], self._bits)):
+            to, of = (tuple(slice(*place[which]) for place in places) for which in (0, 1))
+            self._bytes[to].copy_(part[of])
+
+    @staticmethod
+    def _runs(ranges: Sequence[tuple[int, int, int]], bits: int = 8) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """For each range of a dimension: its place in the whole, and in the part."""
+        found, at = [], 0
+        for first, past, _ in ranges:
+            count = past - first
+            found.append(tuple((a * bits // 8, b * bits // 8) for a, b in ((first, past), (at, at + count))))
+            at += count
+        return found  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        del self._bytes

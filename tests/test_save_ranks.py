@@ -1,0 +1,389 @@
+"""Ranks that save one checkpoint together: FSDP2, TP, HSDP and plain tensors, to a double of S3 and to a folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import penstock
+import pytest
+import torch
+from conftest import raw
+from s3_server import error, serving
+from safetensors.torch import load_file, save_file
+from test_into_dtensors import MODEL
+from test_uploads import INDEX, PLACE, load, states, visible
+from upload_server import Uploads, settings
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+#: What programs of ranks begin with: the model of `test_into_dtensors`, filled from a file, and how it is saved.
+SAVING = (
+    MODEL
+    + """
+storage = given_storage
+def made(way):
+    line = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    grid = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp")) if size > 2 else None
+    meshes = {
+        "fsdp": {"dp": line}, "tp": {"tp": line},
+        "hsdp": grid and {"dp": grid}, "fsdp and tp": grid and {"dp": grid["dp"], "tp": grid["tp"]},
+    }[way]
+    model = built(**meshes)
+    checkpoint.load_into(model)
+    return model, line
+
+def saved(model, to, **more):
+    return penstock.save(model, to, storage=storage, **more)
+"""
+)
+WAYS = ["fsdp", "tp", "hsdp", "fsdp and tp"]
+
+
+@pytest.fixture
+def bucket() -> Iterator[Uploads]:
+    with serving(Uploads()) as found:
+        yield found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    tensors = {"embed.weight": torch.randn(21, 16), "head.weight": torch.randn(21, 16).bfloat16()}
+    for block in range(2):
+        at = f"blocks.{block}"
+        tensors |= {f"{at}.up.weight": torch.randn(24, 16), f"{at}.up.bias": torch.randn(24)}
+        tensors |= {f"{at}.down.weight": torch.randn(16, 24)}
+        tensors |= {f"{at}.norm.weight": torch.randn(16), f"{at}.norm.bias": torch.randn(16)}
+    tensors |= {"gain": torch.randn(3), "steps": torch.tensor(12)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(raw(found[name]) == raw(expected[name]) for name in expected)
+
+
+def in_bucket(bucket: Uploads) -> dict[str, torch.Tensor]:
+    return penstock.open(f"{PLACE}/", storage=settings(bucket)).load()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bytes_are_those_that_dcp_consolidates(
+    placed: Callable[..., Any], model: Path, bucket: Uploads, tmp_path: Path, size: int, way: str
+) -> None:
+    if size == 2 and way in ("hsdp", "fsdp and tp"):
+        pytest.skip("a mesh of two dimensions has four ranks")
+    program = (
+        SAVING
+        + """
+made, line = made(way)
+groups = {"bucket": dist.group.WORLD, "folder": line}
+for at, group in groups.items():
+    report = saved(made, places[at], group=group, max_shard_size=600, metadata={"step": "7"})
+    said[at] = [report.files, report.tensors, report.nbytes]
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+writer = HuggingFaceStorageWriter(f"{folder}/dcp", save_distributed=True, enable_consolidation=True)
+save(made.state_dict(), storage_writer=writer)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    places = {"bucket": PLACE, "folder": str(tmp_path / "saved")}
+    with placed(program, size, model, way=way, places=places, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+        consolidated: dict[str, torch.Tensor] = {}
+        for file in (ranks.folder / "dcp").glob("*.safetensors"):
+            consolidated |= load_file(file)
+    expected = load_file(model)
+    assert same(consolidated, expected), "dcp has what the model was filled with"
+    assert same(in_bucket(bucket), consolidated)
+    opened = penstock.open(tmp_path / "saved")
+    assert same(opened.load(), consolidated) and opened.metadata == {"step": "7", "format": "pt"}
+    for at in places:
+        assert len({tuple(one[at][0]) for one in said}) == 1, "every rank knows all files"
+        assert sum(one[at][1] for one in said) == len(expected), "each tensor is written once"
+        written = [one[at][2] for one in said]
+        largest = max(tensor.nbytes for tensor in expected.values())
+        assert max(written) - min(written) <= 2 * largest, written
+    assert {Path(name).name for name in bucket.objects} == set(said[0]["bucket"][0])
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == set(said[0]["folder"][0])
+    assert not bucket.under_way and [key for key, _ in bucket.history][-1] == INDEX
+
+
+def test_tensors_of_several_parts_come_in_bounded_memory(placed: Callable[..., Any], bucket: Uploads, tmp_path: Path):
+    """48 MB, of which the largest tensor has 12: an owner has no more than two of them at once."""
+    source = {f"w{i}": torch.arange(3_000_000, dtype=torch.int32).view(3000, 1000) * (i + 1) for i in range(4)}
+    save_file(source, tmp_path / "large.safetensors")
+    bucket.delay = 0.02
+    program = """
+    import resource
+    mesh = init_device_mesh("cpu", (size,))
+    state = {}
+    for name in list(whole):
+        state[name] = distribute_tensor(whole.pop(name), mesh, [S(0)], src_data_rank=None)
+    wants, most = penstock._core.Save.want, []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    options = {"staging": 2 << 20, "threads": 2}
+    report = penstock.save(state, place, group=mesh, storage=given_storage, options=options)
+    said["grown"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    said["nbytes"] = report.nbytes
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    path = tmp_path / "large.safetensors"
+    with placed(program, 2, path, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert same(in_bucket(bucket), source)
+    assert [one["nbytes"] for one in said] == [24_000_000] * 2
+    assert len([1 for _, _, query in bucket.requests if "partNumber" in query]) >= 4
+
+
+def test_plain_tensors_of_ranks_are_saved_once_or_by_the_rank_that_has_them(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    """Stages of a pipeline, a tensor that must be packed, and one that all have; ranks meet in a store alone."""
+    program = """
+    state = {f"stage{rank}.w": torch.full((30, 20), float(rank)).t(), "shared": torch.arange(7)}
+    if rank == 1:
+        state["lone"] = torch.ones(2, 3)
+    report = penstock.save(state, place, group=(store, rank, size), storage=given_storage, max_shard_size=None)
+    said["files"], said["tensors"] = report.files, report.tensors
+    """
+    with placed(program, 3, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    found = in_bucket(bucket)
+    expected = {f"stage{rank}.w": torch.full((20, 30), float(rank)) for rank in range(3)}
+    assert same(found, {**expected, "shared": torch.arange(7), "lone": torch.ones(2, 3)})
+    assert sum(one["tensors"] for one in said) == 5 and len(said[0]["files"]) == 4
+
+
+def test_of_a_group_of_one_rank_the_tensors_are_saved_as_ever(tmp_path: Path) -> None:
+    from placed_ranks import alone
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with alone(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        state = {"w": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)], src_data_rank=None)}
+        report = penstock.save(state, tmp_path, group=mesh)
+    assert report.files == ["model.safetensors"]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], torch.arange(12.0).view(4, 3))
+
+
+def test_what_ranks_mean_differently_is_an_error_on_all_of_them(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = """
+    mesh = init_device_mesh("cpu", (size,))
+    def tried(state, **more):
+        try:
+            penstock.save(state, place, group=mesh, storage=given_storage, **more)
+        except penstock.PenstockError as error:
+            return [type(error).__name__, str(error)]
+    said["shape"] = tried({"w": torch.ones(3 + rank)})
+    said["argument"] = tried({"w": torch.ones(3)}, max_shard_size=100 + rank)
+    said["nothing"] = tried({})
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    said["sum"] = tried({"w": partial})
+    said["one"] = tried({"w": torch.ones(3) if rank == 0 else "text"})
+    said["background"] = tried({"w": torch.ones(3)}, wait=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    for one in said:
+        assert (
+            one["shape"][0] == "PlanMismatchError" and "[3] on rank 0 and F32 of shape [4] on rank 1" in one["shape"][1]
+        )
+        assert (
+            one["argument"][0] == "PlanMismatchError" and "rank 1 saves with max_shard_size=101" in one["argument"][1]
+        )
+        assert one["nothing"][0] == "PlanMismatchError"
+        assert "P(sum)" in one["sum"][1] and "cannot be saved" in one["sum"][1]
+        assert one["background"][0] == "UnsupportedError"
+    assert said[0]["one"][0] == "PeerError" and "cannot save: InvalidError: w is a str" in said[0]["one"][1]
+    assert said[1]["one"][0] == "InvalidError"
+    assert not bucket.objects and not bucket.under_way
+
+
+TRIED = (
+    SAVING
+    + """
+import time
+made, line = made("fsdp")
+dist.barrier()
+write(folder, f"ready.{rank}")
+began = time.monotonic()
+try:
+    report = saved(made, place, group=line, max_shard_size=1500)
+    said["files"] = report.files
+except penstock.PenstockError as error:
+    said["error"], said["text"], said["rank"] = type(error).__name__, str(error), getattr(error, "rank", None)
+said["seconds"] = time.monotonic() - began
+"""
+)
+
+
+class Killer:
+    """Kills a process when a request with this number comes to the server."""
+
+    def __init__(self, number: int) -> None:
+        self.left, self.pid, self.count = number, 0, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, method: str, key: str, query: dict[str, str]) -> None:
+        with self.lock:
+            self.count += 1
+            self.left -= 1
+            due = self.left == -1
+        if due and self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def old_checkpoint(bucket: Uploads) -> dict[str, bytes]:
+    """Two shards and an index, as they were before the ranks save."""
+    old = {f"old{i}": torch.full((50,), i) for i in range(4)}
+    penstock.save(old, PLACE, max_shard_size=900, storage=settings(bucket))
+    bucket.history.clear()
+    bucket.requests.clear()
+    return dict(bucket.objects)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.parametrize("point", range(20))
+def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
+    placed: Callable[..., Any], model: Path, bucket: Uploads, size: int, victim: str, point: int
+) -> None:
+    before = old_checkpoint(bucket)
+    old = visible(before)
+    requests = {2: 34, 4: 60}[size]  # about as many as such a save makes
+    killer = Killer(point * requests // 20)
+    bucket.refuses = killer
+    number = 0 if victim == "first" else size - 1
+    with placed(TRIED, size, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        killer.pid = ranks.pids[number]
+        ranks.ended(number)
+        was_killed = not (ranks.folder / f"said.{number}").exists()
+        said = {rank: ranks.said(rank) for rank in range(size) if not was_killed or rank != number}
+    bucket.refuses = lambda *_: None
+    new = visible(bucket.objects)
+    assert all(state in (old, new) for state in states(bucket, before))
+    assert all(one.get("error") in (None, "PeerError") for one in said.values()), said
+    if new == old:
+        assert was_killed and all("error" in one and one["seconds"] < 20 for one in said.values()), said
+        assert all(one["rank"] in (number, None) for one in said.values()), said
+        strays = [key for key in bucket.objects if key not in before]
+        assert all(any(key.endswith(name) for name in shards_of(bucket, number)) for key in strays), strays
+    else:
+        assert same(in_bucket(bucket), load_file(model))
+
+
+def shards_of(bucket: Uploads, rank: int) -> list[str]:
+    """Ends of the names of shards of the rank that was killed, which nobody removes: the first or the last ones."""
+    numbers = sorted(
+        {
+            key.rsplit("-of-")[0][-5:] + "-of-" + key.rsplit("-of-")[1]
+            for _, key, _ in bucket.requests
+            if "-s" in key and "-of-" in key
+        }
+    )
+    half = len(numbers) // 2 or 1
+    return numbers[:half] if rank == 0 else numbers[-half:]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", ["bucket", "folder"])
+def test_a_rank_whose_save_fails_tells_the_others_and_nothing_stays(
+    placed: Callable[..., Any], model: Path, bucket: Uploads, tmp_path: Path, rank: int, place: str
+) -> None:
+    before = old_checkpoint(bucket)
+    folder = tmp_path / "saved"
+    penstock.save({"old": torch.ones(3)}, folder)
+    program = TRIED
+    if place == "bucket":
+        wanted = "00001-of" if rank == 0 else "00003-of"
+
+        def refuses(method: str, key: str, query: dict[str, str]) -> Any:
+            if wanted in key and "partNumber" in query:
+                return error(400, "InvalidRequest", "on purpose")
+            return None
+
+        bucket.refuses = refuses
+    else:
+        program = TRIED.replace("began =", f"if rank == {rank}: penstock._core.Save.sealed\nbegan =")
+        program = program.replace(
+            "began =",
+            f"""
+if rank == {rank}:
+    from penstock import _save_ranks
+    def failing(self, plan):
+        raise penstock.WriteError("on purpose")
+    _save_ranks._RankSave._publish = failing
+began =""",
+        )
+    at = PLACE if place == "bucket" else str(folder)
+    with placed(program, 2, model, place=at, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert "on purpose" in said[rank]["text"] and said[rank]["error"] != "PeerError"
+    assert said[1 - rank]["error"] == "PeerError" and said[1 - rank]["rank"] == rank
+    assert "on purpose" in said[1 - rank]["text"] and said[1 - rank]["seconds"] < 20
+    assert bucket.objects == before and not bucket.under_way
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_when_files_are_whole_leaves_the_old_folder(
+    placed: Callable[..., Any], model: Path, tmp_path: Path, rank: int
+) -> None:
+    folder = tmp_path / "saved"
+    penstock.save({f"old{i}": torch.ones(300) for i in range(3)}, folder, max_shard_size=1200)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    program = TRIED.replace(
+        "began =",
+        f"""
+if rank == {rank}:
+    import os, signal
+    from penstock import _save_ranks
+    def killed(self, plan):
+        os.kill(os.getpid(), signal.SIGKILL)
+    _save_ranks._RankSave._publish = killed
+began =""",
+    )
+    with placed(program, 2, model, place=str(folder), given_storage=None) as ranks:
+        ranks.ended(rank)
+        other = ranks.said(1 - rank)
+    assert other["error"] == "PeerError" and other["rank"] == rank and other["seconds"] < 20
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {name: after[name] for name in before} == before
+    strays = after.keys() - before.keys()
+    assert strays, "files of the rank that was killed stay, and no index names them"
+    assert penstock.open(folder).keys() == {"old0", "old1", "old2"}
+    # The next save removes them
+    penstock.save({"new": torch.ones(3)}, folder)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+
+
+def test_ranks_replace_what_a_single_process_has_saved(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    penstock.save({"old": torch.ones(3)}, PLACE, storage=settings(bucket))
+    before, old = dict(bucket.objects), visible(bucket.objects)
+    bucket.history.clear()
+    with placed(TRIED, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert all("error" not in one for one in said), said
+    new = visible(bucket.objects)
+    assert all(state in (old, new) for state in states(bucket, before))
+    assert same(in_bucket(bucket), load_file(model))
+    assert {Path(key).name for key in bucket.objects} == set(said[0]["files"])
+    assert load(bucket).keys() == load_file(model).keys()
