@@ -90,7 +90,8 @@ for at, group in groups.items():
     said[at] = [report.files, report.tensors, report.nbytes]
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 writer = HuggingFaceStorageWriter(f"{folder}/dcp", save_distributed=True, enable_consolidation=True)
-save(made.state_dict(), storage_writer=writer)
+# It consolidates floating point numbers only
+save({name: t for name, t in made.state_dict().items() if t.is_floating_point()}, storage_writer=writer)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -102,6 +103,7 @@ dist.destroy_process_group()
         for file in (ranks.folder / "dcp").glob("*.safetensors"):
             consolidated |= load_file(file)
     expected = load_file(model)
+    consolidated["steps"] = expected["steps"]
     assert same(consolidated, expected), "dcp has what the model was filled with"
     assert same(in_bucket(bucket), consolidated)
     opened = penstock.open(tmp_path / "saved")
@@ -117,23 +119,26 @@ dist.destroy_process_group()
     assert not bucket.under_way and [key for key, _ in bucket.history][-1] == INDEX
 
 
-def test_tensors_of_several_parts_come_in_bounded_memory(placed: Callable[..., Any], bucket: Uploads, tmp_path: Path):
-    """48 MB, of which the largest tensor has 12: an owner has no more than two of them at once."""
-    source = {f"w{i}": torch.arange(3_000_000, dtype=torch.int32).view(3000, 1000) * (i + 1) for i in range(4)}
+@pytest.mark.machine
+def test_an_owner_gathers_no_more_than_it_can_send(placed: Callable[..., Any], bucket: Uploads, tmp_path: Path) -> None:
+    """Each of two ranks writes 64 MB in tensors of 4, one part at a time, to a server slower than the other rank."""
+    source = {f"w{i}": torch.arange(1_000_000, dtype=torch.int32).view(1000, 1000) * (i + 1) for i in range(32)}
     save_file(source, tmp_path / "large.safetensors")
-    bucket.delay = 0.02
+    bucket.delay, bucket.knows_checksums = 0.1, False  # to compute them takes longer than all else
     program = """
-    import resource
+    def memory(what):
+        lines = open("/proc/self/status").read().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
     mesh = init_device_mesh("cpu", (size,))
     state = {}
     for name in list(whole):
-        state[name] = distribute_tensor(whole.pop(name), mesh, [S(0)], src_data_rank=None)
-    wants, most = penstock._core.Save.want, []
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    options = {"staging": 2 << 20, "threads": 2}
-    report = penstock.save(state, place, group=mesh, storage=given_storage, options=options)
-    said["grown"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    said["nbytes"] = report.nbytes
+        state[name] = distribute_tensor(whole.pop(name).clone(), mesh, [S(0)], src_data_rank=None)
+    small = {"x": distribute_tensor(torch.ones(size), mesh, [S(0)], src_data_rank=None)}
+    penstock.save(small, place, group=mesh, storage=given_storage)  # what is imported now is there
+    open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+    before = memory("VmRSS")
+    report = penstock.save(state, place, group=mesh, storage=given_storage, options={"staging": 8 << 20, "threads": 1})
+    said["grown"], said["nbytes"] = memory("VmHWM") - before, report.nbytes
     dist.barrier()
     dist.destroy_process_group()
     """
@@ -141,8 +146,9 @@ def test_tensors_of_several_parts_come_in_bounded_memory(placed: Callable[..., A
     with placed(program, 2, path, place=PLACE, given_storage=settings(bucket)) as ranks:
         said = ranks.all()
     assert same(in_bucket(bucket), source)
-    assert [one["nbytes"] for one in said] == [24_000_000] * 2
-    assert len([1 for _, _, query in bucket.requests if "partNumber" in query]) >= 4
+    assert [one["nbytes"] for one in said] == [64_000_000] * 2
+    # The tensors of a part of 16 MiB, those that `staging` has room for, a message, and what connections take
+    assert all(one["grown"] < 20_000_000 + 8_400_000 + 2_000_000 + 12_000_000 for one in said), said
 
 
 def test_plain_tensors_of_ranks_are_saved_once_or_by_the_rank_that_has_them(
@@ -218,6 +224,11 @@ TRIED = (
     SAVING
     + """
 import time
+from penstock import _save_ranks
+def begin(self, plan, begin=_save_ranks._RankSave._begin):
+    begin(self, plan)
+    said["mine"] = [file.name for file in plan.files if file.owner == rank]
+_save_ranks._RankSave._begin = begin
 made, line = made("fsdp")
 dist.barrier()
 write(folder, f"ready.{rank}")
@@ -266,8 +277,8 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
 ) -> None:
     before = old_checkpoint(bucket)
     old = visible(before)
-    requests = {2: 34, 4: 60}[size]  # about as many as such a save makes
-    killer = Killer(point * requests // 20)
+    last = {2: 33, 4: 35}[size]  # the number of the last request of such a save
+    killer = Killer(point * last // 19)
     bucket.refuses = killer
     number = 0 if victim == "first" else size - 1
     with placed(TRIED, size, model, place=PLACE, given_storage=settings(bucket)) as ranks:
@@ -282,23 +293,12 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
     if new == old:
         assert was_killed and all("error" in one and one["seconds"] < 20 for one in said.values()), said
         assert all(one["rank"] in (number, None) for one in said.values()), said
-        strays = [key for key in bucket.objects if key not in before]
-        assert all(any(key.endswith(name) for name in shards_of(bucket, number)) for key in strays), strays
+        strays = {Path(key).name for key in bucket.objects if key not in before}
+        assert all(strays.isdisjoint(one.get("mine", [])) for one in said.values()), (
+            "only those of the rank that is gone"
+        )
     else:
         assert same(in_bucket(bucket), load_file(model))
-
-
-def shards_of(bucket: Uploads, rank: int) -> list[str]:
-    """Ends of the names of shards of the rank that was killed, which nobody removes: the first or the last ones."""
-    numbers = sorted(
-        {
-            key.rsplit("-of-")[0][-5:] + "-of-" + key.rsplit("-of-")[1]
-            for _, key, _ in bucket.requests
-            if "-s" in key and "-of-" in key
-        }
-    )
-    half = len(numbers) // 2 or 1
-    return numbers[:half] if rank == 0 else numbers[-half:]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -311,7 +311,7 @@ def test_a_rank_whose_save_fails_tells_the_others_and_nothing_stays(
     penstock.save({"old": torch.ones(3)}, folder)
     program = TRIED
     if place == "bucket":
-        wanted = "00001-of" if rank == 0 else "00003-of"
+        wanted = "-00001-of-" if rank == 0 else "-00009-of-00009"  # the first file of rank 0, the last of rank 1
 
         def refuses(method: str, key: str, query: dict[str, str]) -> Any:
             if wanted in key and "partNumber" in query:
@@ -320,8 +320,7 @@ def test_a_rank_whose_save_fails_tells_the_others_and_nothing_stays(
 
         bucket.refuses = refuses
     else:
-        program = TRIED.replace("began =", f"if rank == {rank}: penstock._core.Save.sealed\nbegan =")
-        program = program.replace(
+        program = TRIED.replace(
             "began =",
             f"""
 if rank == {rank}:
@@ -367,7 +366,7 @@ began =""",
     assert {name: after[name] for name in before} == before
     strays = after.keys() - before.keys()
     assert strays, "files of the rank that was killed stay, and no index names them"
-    assert penstock.open(folder).keys() == {"old0", "old1", "old2"}
+    assert sorted(penstock.open(folder).keys()) == ["old0", "old1", "old2"]
     # The next save removes them
     penstock.save({"new": torch.ones(3)}, folder)
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]

@@ -18,7 +18,7 @@ from ._selection import Axes
 
 T = TypeVar("T")
 
-#: Of our messages: a program's own messages have others.
+#: The tag of our messages: a program's own messages have others.
 _TAG = 0x70656E
 
 
@@ -37,6 +37,8 @@ class Messages:
         self._group, self._ranks = _process_group(group, rank, size)
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._room: dict[str, Any] = {}
+        """By kinds of devices: memory that messages come to, one after the other."""
 
     def send(self, tensor: Any, to: int, look: Callable[[], object]) -> None:
         """Sends the bytes of a tensor. ``look`` is called meanwhile, and may raise."""
@@ -50,7 +52,7 @@ class Messages:
         self._do(work, look)
 
     def receive(self, nbytes: int, kind: str, of: int, look: Callable[[], object]) -> Any:
-        """So many bytes, in memory of this process. ``kind``: of the device that the sender's message comes from."""
+        """So many bytes, in memory of this process, until the next call. ``kind``: of the device they come from."""
         import torch
 
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -59,7 +61,12 @@ class Messages:
             from torch import distributed
 
             with _on(device):
-                found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                room = self._room.get(kind)
+                if room is None or room.numel() < nbytes:
+                    del room
+                    self._room.pop(kind, None)  # never both
+                    self._room[kind] = room = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                found = room[:nbytes]
                 distributed.recv(found, self._ranks[of], group=self._group, tag=_TAG)
                 return found.cpu()
 

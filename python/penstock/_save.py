@@ -21,7 +21,6 @@ from ._dtypes import DTYPES
 from ._errors import InvalidError, UnsupportedError
 from ._events import observe
 from ._late_imports import importing
-from ._memory import is_dtensor
 from ._paths import is_web, target_folder, target_path, without_secrets
 from ._progress import Meter, Progress
 from ._report import Report
@@ -349,8 +348,15 @@ def _of_module(module: Any, of_ranks: bool) -> tuple[dict[str, Any], dict[str, s
         raise InvalidError(f"a {type(module).__name__} is neither a mapping of names to tensors nor a torch module")
     from ._shared import tied
 
-    state = dict(state_dict(keep_vars=True) if of_ranks else state_dict())
-    check({name: value for name, value in state.items() if not (of_ranks and is_dtensor(value))})
+    if of_ranks:
+        with importing():
+            from ._memory import is_dtensor
+
+        state = dict(state_dict(keep_vars=True))
+        check({name: value for name, value in state.items() if not is_dtensor(value)})
+    else:
+        state = dict(state_dict())
+        check(state)
     found = tied(state, module)
     # transformers asks for the format
     return {name: tensor for name, tensor in state.items() if name not in found}, {"format": "pt", **found}

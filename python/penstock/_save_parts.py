@@ -19,7 +19,7 @@ from ._selection import Axes
 
 
 class Had(NamedTuple):
-    """What one rank has of a tensor."""
+    """A tensor of one rank, or its part of one."""
 
     name: str
     dtype: str
@@ -67,7 +67,7 @@ class File(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What all ranks write."""
+    """The files of all ranks."""
 
     tensors: list[Owned]
     files: list[File]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _core
 from ._choices import LAYOUTS, ORDERS, Layout, Order, Storage, check_choice
@@ -18,8 +17,7 @@ from ._progress import INTERVAL, Meter
 from ._report import Report
 
 
-@dataclass
-class SaveRequest:
+class SaveRequest(NamedTuple):
     """The arguments of a save."""
 
     folder: str
@@ -43,7 +41,7 @@ class SaveRequest:
 
     def of_other_rank(self) -> SaveRequest:
         """The same for a rank that leaves the folder, and what was there before, to rank 0."""
-        return replace(self, checkpoint=False)
+        return self._replace(checkpoint=False)
 
     def check(self) -> Options:
         """The options. Raises for an argument that no save takes."""

@@ -50,6 +50,6 @@ impl SavePlan {
         }
         let nbytes = plans.iter().map(|file| file.size).sum();
         let (index_name, index) = index.unzip();
-        Ok(SavePlan { files: plans, index, index_name, nbytes, small, sources })
+        Ok(SavePlan { files: plans, index, index_name, nbytes, small, sources, is_share: false })
     }
 }
