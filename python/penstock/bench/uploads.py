@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .bucket import BUCKET
 from .job import Job, State, Tensors
@@ -13,7 +14,8 @@ from .job import Job, State, Tensors
 def by_penstock(job: Job) -> State:
     import penstock
 
-    report = penstock.save(job.parameters, f"s3://{BUCKET}/", progress=False, storage=job.bucket)
+    storage: Any = job.bucket
+    report = penstock.save(job.parameters, f"s3://{BUCKET}/", progress=False, storage=storage)
     job.noted["report"] = {name: repr(value) for name, value in report.items()}
     return job.parameters
 
