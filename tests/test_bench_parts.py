@@ -296,6 +296,8 @@ def test_contestants_that_need_no_peer_load_every_byte(name: str, file: Path):
         pytest.skip("loads to GPUs only")
     if one.semantics.startswith("served") or one.semantics == "kept":
         pytest.skip("loads from a web server: test_bench_served.py")
+    if one.semantics == "sent":
+        pytest.skip("saves to a bucket: tests/servers/test_bench_upload.py")
     files = one.files([file]) if one.files else [file]
     empty = {n: torch.zeros_like(t) for n, t in loaded(file).items()} if one.semantics == "into" else {}
     state, _ = gathered(one.load(Job(files, file.parent if files == [file] else None, "cpu", empty)))

@@ -379,7 +379,7 @@ def test_every_scenario_compares_penstock_with_a_rival_of_like_semantics(scenari
     ]
     ours = {one.semantics for one in there if not one.rival}
     rivals = {one.semantics for one in there if one.rival}
-    if on_gpu and not {"any", "into", "served", "kept"} & set(scenario.semantics):
+    if on_gpu and not {"any", "into", "served", "kept", "sent"} & set(scenario.semantics):
         assert not there  # memory of a GPU is private memory: `warm` compares it
         return
     assert ours & rivals
