@@ -283,6 +283,7 @@ impl Save {
         if self.pid == std::process::id() && lock(&self.work.shared.state).copied {
             return Ok(true);
         }
+        self.wants_nothing()?;
         self.wait_for(timeout, |state| state.copied.then_some(true))
     }
 
@@ -291,7 +292,16 @@ impl Save {
     /// # Errors
     /// As for [`wait`](Self::wait).
     pub fn sealed(&self, timeout: Option<Duration>) -> Result<bool> {
+        self.wants_nothing()?;
         self.wait_for(timeout, |state| state.sealed.then_some(true))
+    }
+
+    /// Fails if the crew has asked for a late tensor: a wait for anything else would have no end.
+    fn wants_nothing(&self) -> Result<()> {
+        if self.pid != std::process::id() || self.work.ahead || lock(&self.work.shared.state).wanted.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid("the save wants a tensor, which must be supplied first"))
     }
 
     /// The files of all ranks are whole: those of this one stay, and the rank with the index makes the checkpoint visible.
