@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pwd
 import signal
 import stat
 import subprocess
@@ -19,11 +21,12 @@ import numpy as np
 import penstock
 import pytest
 from conftest import Oracle
-from penstock import _journal, _pull, _push
+from penstock import _core, _journal, _pull, _push
 from penstock._convert import convert
-from penstock._push import clear_bucket, push
-from s3_server import error, serving
-from test_uploads import INDEX, KEY, PLACE, SECRET, load, same, settings, shards, tensors, visible
+from penstock._options import make_options
+from penstock._push import _TAGGED, clear_bucket, push
+from s3_server import KEYS, error, serving
+from test_uploads import INDEX, PLACE, load, same, settings, shards, tensors, visible
 from upload_server import Parts, Uploads
 
 Command = Callable[..., Any]
@@ -182,6 +185,108 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_and_nothing_is_visible
     assert bucket.objects == before and not bucket.under_way and not journals(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("how", ["written", "replaced"])
+def test_a_small_file_or_index_that_changes_is_an_error_and_nothing_is_visible(
+    bucket: Uploads, tmp_path: Path, name: str, how: str
+) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    before = dict(bucket.objects)
+    folder = model(tmp_path / "new", 2)
+
+    def change(method: str, key: str, query: dict[str, str]) -> None:
+        if "partNumber" in query:
+            bucket.refuses = lambda *_: None
+            at = folder / ("other" if how == "replaced" else name)
+            at.write_bytes((folder / name).read_bytes().replace(b"{", b"[", 1))
+            if how == "replaced":
+                at.replace(folder / name)
+
+    bucket.refuses = change  # type: ignore[assignment]
+    with pytest.raises(penstock.ChangedError, match=name):
+        pushed(bucket, folder, options={"threads": 1})
+    assert bucket.objects == before and not bucket.under_way and not journals(tmp_path)
+
+
+def test_the_folder_is_read_after_clearing(bucket: Uploads, tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    line = {"object": f"{PLACE}/m-s0000abcd.safetensors"}
+    noted(bucket, line, {**line, "upload": "x"})
+
+    def change(method: str, key: str, query: dict[str, str]) -> None:
+        if method == "DELETE":
+            (folder / "config.json").write_bytes(b'{"model_type": "y"}')
+
+    bucket.refuses = change  # type: ignore[assignment]
+    pushed(bucket, folder)
+    assert bucket.objects["models/one/config.json"] == b'{"model_type": "y"}'
+
+
+def test_small_files_stay_if_another_program_has_written_the_index(bucket: Uploads, tmp_path: Path) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    before = dict(bucket.objects)
+    folder = model(tmp_path / "new", 2)
+    (folder / "config.json").write_bytes(b"{}")
+
+    def between(method: str, key: str, query: dict[str, str]) -> None:
+        if method == "POST" and "uploadId" in query:
+            bucket.objects[INDEX] = before[INDEX] + b" "
+
+    bucket.refuses = between  # type: ignore[assignment]
+    with pytest.raises(penstock.ChangedError, match="nothing was replaced"):
+        pushed(bucket, folder)
+    assert bucket.objects == {**before, INDEX: before[INDEX] + b" "} and not bucket.under_way
+
+
+def test_the_error_of_a_push_names_the_small_files_that_are_replaced(bucket: Uploads, tmp_path: Path) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    bucket.refuses = lambda method, key, query: (
+        error(400, "InvalidRequest", "on purpose") if method == "PUT" and key == INDEX else None
+    )
+    with pytest.raises(penstock.PenstockError, match=r"on purpose.*new ones already: .*config\.json.*tokenizer\.json"):
+        pushed(bucket, model(tmp_path / "new", 2))
+    assert same(load(bucket), tensors(1))
+
+
+@pytest.mark.parametrize("there", ["model.safetensors", "model.safetensors.index.json"])
+def test_another_checkpoint_that_readers_prefer_is_told(bucket: Uploads, tmp_path: Path, there: str) -> None:
+    bucket.stored(f"models/one/{there}", b"{}")
+    (tmp_path / "m").mkdir()
+    penstock.save_file(tensors(), tmp_path / "m/consolidated.safetensors")
+    told = pushed(bucket, tmp_path / "m").report.fallbacks
+    assert [f["from"] for f in told] == ["the pushed checkpoint"] and told[0]["reason"].startswith(f"{there} ")
+    assert pushed(bucket, tmp_path / "m", "s3://bucket/alone").report.fallbacks == []
+
+
+def folder_of(folder: Path, *names: str) -> Path:
+    """A checkpoint with an index and shards of these names."""
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        penstock.save_file({f"w{number}": np.full(9, number, np.uint8)}, folder / name)
+    index = {"metadata": {}, "weight_map": {f"w{number}": name for number, name in enumerate(names)}}
+    (folder / "x.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_shards_in_folders_replace_none_and_none_hides_the_index(bucket: Uploads, tmp_path: Path) -> None:
+    taken = "models/one/sub/a.safetensors"
+    bucket.stored(taken, b"another's")
+    found = pushed(bucket, folder_of(tmp_path / "m", "sub/a.safetensors", "b.safetensors"))
+    names = {file.path: file.address.removeprefix(f"{PLACE}/") for file in found.files}
+    assert bucket.objects[taken] == b"another's"
+    assert _TAGGED.fullmatch(names["sub/a.safetensors"]) and names["sub/a.safetensors"].startswith("sub/a-s")
+    assert load(bucket)["w0"].tolist() == [0] * 9
+    # Readers of a folder with such a file do not look for its index, so no such folder can be given
+    folder = folder_of(tmp_path / "n", "model.safetensors", "b.safetensors")
+    files = [(name, str(folder / name)) for name in ("model.safetensors", "b.safetensors")]
+    index = "x.safetensors.index.json"
+    given = (files, (index, (folder / index).read_text(), str(folder / index)), [], "x.safetensors", _journal.new())
+    save = _core.Save.push("s3://bucket/two", *given, _journal.machine(), make_options(None), settings(bucket))
+    assert save.wait(60) and save.report()
+    assert _TAGGED.fullmatch(save.files()[0]) and "two/model.safetensors" not in bucket.objects
+    save.close()
+
+
 def test_a_failure_at_any_request_leaves_the_old_checkpoint_or_the_pushed_one(bucket: Uploads, tmp_path: Path) -> None:
     pushed(bucket, model(tmp_path / "old", 1))
     before, old = dict(bucket.objects), visible(bucket.objects)
@@ -226,8 +331,157 @@ def test_a_push_that_is_given_up_leaves_nothing(bucket: Uploads, tmp_path: Path)
     assert not bucket.objects and not bucket.under_way and not journals(tmp_path)
 
 
+def head_of(**more: Any) -> dict[str, Any]:
+    """The head of a journal of this machine."""
+    head = {"format": 1, "folder": PLACE, "index": "model.safetensors.index.json", "tag": "s0000abcd"}
+    return {**head, "machine": _journal.machine(), **more}
+
+
+def noted(bucket: Uploads, *lines: dict[str, Any], **more: Any) -> Path:
+    """The journal of a killed push to the bucket, with these lines behind its head."""
+    identity = _core.Bucket(PLACE, settings(bucket)).identity()
+    path = Path(_journal.new())
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
+    path.touch(0o600)
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head_of(identity=identity, **more), *lines]))
+    return path
+
+
+def cleared(bucket: Uploads) -> _push.Cleared:
+    """What the next push clears: to a folder that nothing else uses."""
+    return _push._clear_dead("s3://bucket/elsewhere", settings(bucket))
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "goes", "told"),
+    [
+        ("m-s0000abcd-00001-of-00002.safetensors", "this", True, False),
+        ("m-s0000abcd.safetensors", None, True, False),
+        ("m-s0000abcd-00001-of-00002.safetensors", "another", False, False),
+        ("m-s0000aaaa-00001-of-00002.safetensors", "this", False, True),
+        ("m-s0000aaaa-00001-of-00002.safetensors", "another", False, False),
+        ("m-00001-of-00002.safetensors", None, False, True),
+        ("m-00001-of-00002.safetensors", "this", False, True),
+        ("../one-too/m-s0000abcd.safetensors", None, False, False),
+        ("../../other/m-s0000abcd.safetensors", None, False, False),
+    ],
+)
+def test_a_journal_removes_what_its_own_push_has_named(
+    bucket: Uploads, name: str, version: str | None, goes: bool, told: bool
+) -> None:
+    address = os.path.normpath(f"models/one/{name}") if name.startswith("../o") else f"models/one/{name}"
+    bucket.stored(address, b"content")
+    bucket.written[address] -= timedelta(days=9)  # nothing goes because it is old
+    line = {"object": f"s3://bucket/{address}"}
+    versions = {"this": bucket.tag(address), "another": '"1"'}
+    journal = noted(bucket, line, *([{**line, "version": versions[version]}] if version else []))
+    found = cleared(bucket)
+    assert (address not in bucket.objects) == goes == bool(found.objects)
+    assert [text.startswith(f"s3://bucket/{address}: ") for text in found.left] == [True] * told
+    assert journal.exists() == told, "what was skipped keeps the journal"
+
+
+def test_a_journal_ends_the_uploads_that_it_names_and_those_with_its_own_tag(bucket: Uploads) -> None:
+    keys = {
+        "named": "m-00001-of-00002.safetensors", "of it too": "m-s0000abcd-00001-of-00002.safetensors",
+        "theirs": "m-00002-of-00002.safetensors", "not below": "../m-s0000abcd-00001-of-00002.safetensors",
+    }  # fmt: skip
+    for upload, key in keys.items():
+        began = datetime.now(timezone.utc) - timedelta(days=9)
+        bucket.under_way[upload] = Parts(os.path.normpath(f"models/one/{key}"), began=began)
+    below = f"s3://bucket/{bucket.under_way['not below'].key}"
+    lines = [{"object": f"{PLACE}/{key}"} for key in keys.values()]
+    journal = noted(
+        bucket, *lines, {**lines[0], "upload": "named"}, {"object": below}, {"object": below, "upload": "not below"}
+    )
+    found = cleared(bucket)
+    assert set(bucket.under_way) == {"theirs", "not below"} and len(found.uploads) == 2
+    assert len(found.left) == 1 and keys["theirs"] in found.left[0] and journal.exists()
+    del bucket.under_way["theirs"]
+    assert cleared(bucket) == ([found.uploads[0]], [], []) and not journal.exists()
+
+
+def test_without_the_right_to_list_uploads_the_known_ones_and_the_shards_go(bucket: Uploads) -> None:
+    keys = [f"m-s0000abcd-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    bucket.under_way["one"] = Parts(f"models/one/{keys[0]}")
+    bucket.stored(f"models/one/{keys[1]}", b"x")
+    lines = [{"object": f"{PLACE}/{key}"} for key in keys]
+    journal = noted(bucket, *lines, {**lines[0], "upload": "one"}, {**lines[1], "version": None})
+    bucket.refuses = lambda method, key, query: (
+        error(403, "AccessDenied", "no list") if method == "GET" and "uploads" in query else None
+    )
+    found = cleared(bucket)
+    assert not bucket.under_way and not bucket.objects
+    assert len(found.left) == 1 and "no list" in found.left[0] and journal.exists()
+    bucket.refuses = lambda *_: None
+    assert cleared(bucket).left == [] and not journal.exists()
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "owner", "link", "machine", "head", "tag"])
+def test_a_journal_of_another_user_or_machine_is_passed_over(
+    bucket: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    key = "models/one/m-s0000abcd-00001-of-00002.safetensors"
+    bucket.stored(key, b"x")
+    more = {"machine": {"machine": "another"}, "tag": {"tag": ".*"}}.get(how, {})
+    journal = noted(bucket, {"object": f"s3://bucket/{key}"}, **more)
+    if how in ("file", "folder"):
+        (journal if how == "file" else journal.parent).chmod(0o770)
+    elif how == "owner":
+        us = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: us + 1)
+    elif how == "link":
+        (tmp_path / "there").write_text(journal.read_text())
+        journal.unlink()
+        journal.symlink_to(tmp_path / "there")
+    elif how == "head":
+        journal.write_text("".join(journal.read_text().splitlines(True)[1:]))
+    found = cleared(bucket)
+    assert key in bucket.objects and journal.exists() and not found.objects
+    says = {"file": "may write to it", "folder": "may write to it", "owner": "another user", "link": "no regular file"}
+    assert [says[how] in text and str(journal.parent) in text for text in found.left] == [True] * (how in says)
+
+
+@pytest.mark.parametrize("how", ["open", "lock", "home", "folder"])
+def test_journals_that_cannot_be_read_are_told_with_their_place(
+    bucket: Uploads, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    place = noted(bucket)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as change:
+        if how == "open":
+            change.setattr(os, "open", refused)
+        elif how == "lock":
+            change.setattr(fcntl, "flock", refused)
+        elif how == "folder":
+            change.setattr(Path, "iterdir", refused)
+            place = place.parent
+        else:
+            change.delenv(_journal.VARIABLE)
+            change.delenv("XDG_STATE_HOME", raising=False)
+            change.delenv("HOME", raising=False)
+            change.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+            place = Path("~/.local/state/penstock/push")
+        with pytest.raises(penstock.WriteError, match=_journal.VARIABLE) as caught:
+            cleared(bucket)
+    assert str(place) in str(caught.value)
+
+
+def test_an_upload_whose_begin_had_no_answer_keeps_the_journal(bucket: Uploads, tmp_path: Path) -> None:
+    pushed(bucket, model(tmp_path / "old", 1))
+    bucket.loses = lambda method, key, query: method == "POST" and "uploads" in query and "-00002-of-" in key
+    with pytest.raises(penstock.PenstockError):
+        pushed(bucket, model(tmp_path / "new", 2), options={"stall_timeout": 2})
+    assert bucket.under_way and len(journals(tmp_path)) == 1
+    bucket.loses = lambda *_: False
+    assert cleared(bucket).uploads and not bucket.under_way and not journals(tmp_path)
+
+
 def test_a_line_of_a_journal_that_breaks_off_is_passed_over() -> None:
-    head = json.dumps({"format": 1, "folder": PLACE, "identity": f"here {PLACE}", "index": None})
+    head = json.dumps(head_of(identity=f"here {PLACE}"))
     lines = [head, json.dumps({"object": f"{PLACE}/x"}), json.dumps({"object": f"{PLACE}/x", "upload": "u"})]
     for cut, uploads in ((0, [(f"{PLACE}/x", "u")]), (3, [])):
         text = "\n".join(lines)
@@ -295,19 +549,26 @@ def test_the_next_push_clears_what_a_killed_one_has_left(
     (journal,) = journals(tmp_path)
     text = journal.read_text()
     assert stat.S_IMODE(journal.stat().st_mode) == 0o600 and stat.S_IMODE(journal.parent.stat().st_mode) == 0o700
-    assert KEY not in text and SECRET not in text
+    assert not any(key in text or secret in text for key, secret in KEYS.items())
     killed.kill()
     if point != "index":  # the server still carries that one out
         assert visible(bucket.objects) == old
     assert bucket.under_way or set(bucket.objects) - known
     found = pushed(bucket, model(tmp_path / "next", 3), "s3://bucket/elsewhere")
-    # A name without a tag may be another program's by now, if the push did not live to hear what came of it
-    assert bool(found.cleared.left) == (not before and point in ("begun", "end"))
+    # A name without a tag may be another program's by now
+    index = json.loads(bucket.objects[INDEX])["weight_map"].values() if INDEX in bucket.objects else ()
+    below = {key.removeprefix("models/one/") for key in set(bucket.objects) - known if key.startswith("models/one/")}
+    new = below - set(index)
+    left = [*(key for key in new if "-of-" in key), *(parts.key[11:] for parts in bucket.under_way.values())]
+    assert sorted(text.split(": ")[0] for text in found.cleared.left) == sorted(
+        f"s3://bucket/models/one/{key}" for key in left
+    )
+    assert bool(left) == (not before and point in ("begun", "end")) and not any("-s" in key for key in left)
     if found.cleared.left:
-        assert "older than a day" in found.cleared.left[0] and journals(tmp_path) == [journal]
-        for parts in bucket.under_way.values():
-            parts.began -= timedelta(days=2)
-        bucket.written = {key: moment - timedelta(days=2) for key, moment in bucket.written.items()}
+        assert not before and journals(tmp_path) == [journal]
+        for key in left:
+            bucket.objects.pop(f"models/one/{key}", None)
+        bucket.under_way.clear()
         assert pushed(bucket, tmp_path / "next", "s3://bucket/elsewhere").cleared.left == []
     assert not bucket.under_way and not journals(tmp_path)
     named = json.loads(bucket.objects[INDEX])["weight_map"].values() if INDEX in bucket.objects else ()
@@ -352,8 +613,14 @@ def test_what_is_older_than_a_day_is_cleared_on_request(bucket: Uploads, cli: Co
         bucket.under_way[f"old-{number}"] = Parts(place, began=ago - timedelta(hours=hours))
     penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
     penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
-    stray, young = "models/one/model-s00000001-00001-of-00002.safetensors", "models/one/x-s00000002.safetensors"
-    bucket.objects |= {stray: b"x", young: b"x", "models/one/mine.safetensors": b"x"}
+    stray, young = (
+        "models/one/model-s00000001-00001-of-00002.safetensors",
+        "models/one/x-s00000002-00001-of-00002.safetensors",
+    )
+    odd, variant = "models/one/x-s00000004.safetensors", "models/one/m-s00000003-00001-of-00001.safetensors"
+    bucket.objects |= dict.fromkeys([stray, young, odd, variant, "models/one/mine.safetensors"], b"x")
+    named = {"weight_map": {"w": f"./{variant.rpartition('/')[2]}"}}
+    bucket.objects["models/one/m.safetensors.index.fp16.json"] = json.dumps(named).encode()
     for key in bucket.objects:
         bucket.written[key] = ago - timedelta(days=3)
     bucket.written[young] = ago - timedelta(hours=3)
@@ -365,8 +632,25 @@ def test_what_is_older_than_a_day_is_cleared_on_request(bucket: Uploads, cli: Co
     assert {parts.key for parts in bucket.under_way.values()} == {"models/one/d", "x", "models/one/f"}
     cleared = json.loads(done.stdout)["cleared"]
     assert cleared["objects"] == [f"s3://bucket/{stray}"] and len(cleared["uploads"]) == 3
+    assert [text.split(": ")[0] for text in cleared["left"]] == [f"s3://bucket/{key}" for key in sorted([young, odd])]
     assert same(load(bucket), tensors(2))
-    assert "nothing to clear" in cli("push", "--clear", PLACE, *storage).stdout
+    assert "not cleared: " in cli("push", "--clear", PLACE, *storage).stdout
+    assert "nothing to clear" in cli("push", "--clear", "s3://bucket/elsewhere", *storage).stdout
+
+
+@pytest.mark.parametrize("index", [None, b"{", b'{"weight_map": {}}'], ids=["none", "broken", "whole"])
+def test_a_shard_is_removed_only_where_an_index_tells_that_it_is_of_no_use(
+    bucket: Uploads, index: bytes | None
+) -> None:
+    stray = "models/one/model-s00000001-00001-of-00002.safetensors"
+    bucket.stored(stray, b"x")
+    bucket.written[stray] -= timedelta(days=2)
+    bucket.stored("models/one/other.safetensors.index.json", b'{"weight_map": {}}') if index == b"{" else None
+    if index is not None:
+        bucket.stored(INDEX, index)
+    found = clear_bucket(PLACE, storage=settings(bucket))
+    assert (stray not in bucket.objects) == (index == b'{"weight_map": {}}')
+    assert [text.split(": ")[0] for text in found.left] == [f"s3://bucket/{stray}"] * (stray in bucket.objects)
 
 
 def test_a_folder_that_is_none_and_an_address_that_is_none(bucket: Uploads, tmp_path: Path, cli: Command) -> None:

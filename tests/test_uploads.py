@@ -418,6 +418,30 @@ def test_a_service_that_ignores_conditions_is_told_and_nothing_of_the_question_s
     assert {key.rpartition("/")[2] for key in bucket.objects} == {"model.safetensors", "x.safetensors"}
 
 
+def test_a_trial_of_conditions_that_cannot_be_removed_is_told(bucket: Uploads) -> None:
+    bucket.heeds_conditions = False
+    bucket.refuses = lambda method, key, query: (
+        error(403, "AccessDenied", "no removal") if method == "DELETE" and ".penstock-" in key else None
+    )
+    told = penstock.save(tensors(1), PLACE, storage=settings(bucket)).fallbacks
+    assert [f["from"] for f in told] == ["removing a trial of conditions", "guard against a second writer"]
+    (trial,) = (key for key in bucket.objects if ".penstock-" in key)
+    assert f"{trial} stays" in told[0]["reason"] and "no removal" in told[0]["reason"]
+
+
+def test_an_object_that_another_program_has_written_meanwhile_is_not_removed(bucket: Uploads) -> None:
+    shard = "models/one/model-00002-of-00003.safetensors"
+
+    def between(method: str, key: str, query: dict[str, str]) -> None:
+        if method == "POST" and "uploadId" in query and key == shard:
+            bucket.objects[shard] = b"another's"
+
+    bucket.refuses = between  # type: ignore[assignment]
+    with pytest.raises(penstock.ChangedError, match="00002-of-00003"):
+        penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    assert bucket.objects == {shard: b"another's"} and not bucket.under_way
+
+
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
 def test_an_answer_that_comes_while_a_part_is_sent_counts(tls: bool, tmp_path: Path) -> None:
     """The server answers a part before it has read it, and closes the connection."""

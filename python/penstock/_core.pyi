@@ -507,18 +507,20 @@ class Save:
     def push(
         address: str,
         files: Sequence[tuple[str, str]],
-        index: tuple[str, str] | None,
-        small: Sequence[tuple[str, bytes]],
+        index: tuple[str, str, str | None] | None,
+        small: Sequence[tuple[str, bytes, str]],
         checkpoint: str,
         journal: str,
+        machine: str,
         options: Options,
         storage: object = None,
     ) -> Save:
         """Uploads files as they are.
 
-        files: name and path of each file with tensors. index: name and text of the index, if there are several. small:
-        names and contents of further objects, which come before the checkpoint is visible. checkpoint: the name of the
-        file, or of the index without ``.index.json``. journal: the file to write the journal to.
+        files: name and path of each file with tensors. index: name, text and path of the index, if there are several.
+        small: names, contents and paths of further objects, which come before the checkpoint is visible. checkpoint:
+        the name of the file, or of the index without ``.index.json``. journal: the file to write the journal to.
+        machine: the name of this machine in it.
         """
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the save, or until it wants a tensor; False if `timeout` (seconds) passed first. Raises

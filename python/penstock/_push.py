@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 import time
 from collections.abc import Iterable
@@ -34,8 +35,12 @@ DAY = 24 * 3600.0
 _INDEX = ".safetensors.index.json"
 _USUAL = "model.safetensors.index.json"
 _LONGEST_INDEX = 400_000_000
+#: Also those of variants: `model.safetensors.index.fp16.json`
+_AN_INDEX = re.compile(r".+\.safetensors\.index(\..+)?\.json")
 #: As the core names shards that must not replace others
 _TAGGED = re.compile(r".*-s[0-9a-f]{8}(-\d{5}-of-\d{5})?\.safetensors")
+#: Names that people hardly give
+_SURELY_TAGGED = re.compile(r".+-s[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 
 
 class PushedFile(NamedTuple):
@@ -67,48 +72,54 @@ class Pushed(NamedTuple):
     seconds: float
 
 
+class _Index(NamedTuple):
+    name: str
+    text: str
+    path: str | None
+    """None: it was made, and is no file."""
+
+
 class _Model:
     """The files of a checkpoint's folder."""
 
     def __init__(self, folder: str) -> None:
-        if not Path(folder).is_dir():
-            raise NotFoundError("there is no such folder", path=folder)
         checkpoint = open_as("folder", folder)
         self.tensors = len(checkpoint)
         self.weights = {checked(_within(folder, file), folder): file for file in checkpoint.files}
         self.sizes = [Path(file).stat().st_size for file in checkpoint.files]
         self.index = _index_of(folder, checkpoint, list(self.weights))
         self.small = _small(folder, self.weights)
+        self.paths = {name: str(Path(folder, name)) for name in self.small}
 
     @property
     def name(self) -> str:
         """The name of the checkpoint."""
-        return self.index[0].removesuffix(".index.json") if self.index else next(iter(self.weights))
+        return self.index.name.removesuffix(".index.json") if self.index else next(iter(self.weights))
 
 
 def _within(folder: str, file: str) -> str:
     return Path(file).relative_to(Path(folder)).as_posix()
 
 
-def _index_of(folder: str, checkpoint: Checkpoint, files: list[str]) -> tuple[str, str] | None:
-    """Name and text of the index. Where several files have none, one is made: readers see all of them, or none."""
+def _index_of(folder: str, checkpoint: Checkpoint, files: list[str]) -> _Index | None:
+    """The index. Where several files have none, one is made: readers see all of them, or none."""
     names = [name for name in _core.names_in(f"{folder}/") if not name.endswith("/")]
     for number in _core.Checkpoint.to_open(folder, names):
         if names[number].endswith(_INDEX):
             text = _core.contents([f"{folder}/{names[number]}"], _LONGEST_INDEX)[0].decode("utf-8")
             if _named(text, f"{folder}/{names[number]}") == set(files):
-                return names[number], text
+                return _Index(names[number], text, f"{folder}/{names[number]}")
     if len(files) == 1:
         return None
     map = {name: _within(folder, info.file) for name, info in checkpoint.items()}
     made = {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": map}
-    return _USUAL, json.dumps(made, indent=2) + "\n"
+    return _Index(_USUAL, json.dumps(made, indent=2) + "\n", None)
 
 
 def _named(text: str | bytes, index: str) -> set[str]:
     """The shards that an index names."""
     try:
-        return {str(name) for name in json.loads(text)["weight_map"].values()}
+        return {posixpath.normpath(str(name)) for name in json.loads(text)["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IndexFileError(f"this is no index: {error}", path=index) from None
 
@@ -149,6 +160,7 @@ def push(
 
     Raises:
         ChangedError: a file was written to while it was read, or the checkpoint at the address by another program.
+        WriteError: the journal cannot be written, or another one not be read.
         PenstockError: as `penstock.open` of the folder, and as `penstock.save` to the address.
     """
     begun = time.perf_counter()
@@ -156,15 +168,19 @@ def push(
     source = local_path(folder, "folder")
     made = make_options(options)
     with under_way(f"a push to {place}"), Meter(progress, "push") as meter:
-        model = _Model(source.rstrip("/") or "/")
+        if not Path(source).is_dir():
+            raise NotFoundError("there is no such folder", path=source)
+        # Clearing takes a while. The folder is read just before it is sent.
         cleared = clear_bucket(place, storage=storage) if clear else _clear_dead(place, storage)
+        model = _Model(source.rstrip("/") or "/")
         save = _core.Save.push(
             place,
             list(model.weights.items()),
             model.index,
-            list(model.small.items()),
+            [(name, content, model.paths[name]) for name, content in model.small.items()],
             model.name,
             _journal.new(),
+            _journal.machine(),
             made,
             storage,
         )
@@ -187,7 +203,8 @@ def _listed(place: str, model: _Model, names: list[str]) -> list[PushedFile]:
     ]
     files += [PushedFile(path, f"{place}/{path}", len(content)) for path, content in model.small.items()]
     if model.index:
-        files.append(PushedFile(model.index[0], f"{place}/{model.index[0]}", len(model.index[1].encode())))
+        name, text, _ = model.index
+        files.append(PushedFile(name, f"{place}/{name}", len(text.encode())))
     return files
 
 
@@ -201,9 +218,12 @@ class _Clearing:
         self._place, self._storage = place, storage
         self._bucket = _core.Bucket(place, storage)
         self.cleared = Cleared([], [], [])
-        live = _journal.live()
-        self._live_uploads = {upload for journal in live for upload in journal.uploads()}
-        self._live_objects = {address for journal in live for address in journal.objects()}
+        self._live = {journal.path: journal for journal in _journal.live()}
+
+    def _live_objects(self, beside: _journal.Journal | None = None) -> set[str]:
+        """The objects of pushes that run. One may have been killed since, and be the one that is cleared now."""
+        others = [journal for path, journal in self._live.items() if beside is None or path != beside.path]
+        return {address for journal in others for address in journal.objects()}
 
     def has(self, journal: _journal.Journal) -> bool:
         """Whether a journal is of this bucket."""
@@ -215,63 +235,79 @@ class _Clearing:
 
     def clear_dead(self) -> None:
         """Clears what killed pushes of this machine have left in this bucket."""
-        for journal in _journal.dead():
-            if journal.address and not self.has(journal):
+        for journal in _journal.dead(self.cleared.left):
+            if not self.has(journal):
                 continue
             try:
-                unsure = self._clear_journal(journal)
+                is_done = self._clear_journal(journal)
             except PenstockError as error:
                 self.cleared.left.append(str(error))
                 continue
-            if unsure:
-                text = "another program may just have written it: it is cleared when it is older than a day"
-                self.cleared.left.extend(f"{address}: {text}" for address in unsure)
-            else:
+            if is_done:
                 journal.path.unlink(missing_ok=True)
 
-    def _clear_journal(self, journal: _journal.Journal) -> list[str]:
-        """Returns the addresses where this push may have left something, and another program too.
+    def _clear_journal(self, journal: _journal.Journal) -> bool:
+        """Returns whether nothing of the journal was skipped.
 
-        A name with a tag is that push's alone. Of other objects their versions tell, if the push lived to note them.
+        A name with the tag of the push is that push's alone. Another object may be another program's by now.
         """
         for address, upload in journal.uploads():
             self._forget(address, upload)
-        objects = [address for address in journal.objects() if address not in self._live_objects]
-        unsure = self._clear_lost(journal, objects)
+        is_done = self._clear_lost(journal)
         if journal.index is None:
-            return unsure  # its only file is the checkpoint, if it is there
+            return is_done  # its only file is the checkpoint, if it is there
         named = self._named(f"{journal.address}/{journal.index}")
-        versions = journal.versions()
-        for address in objects:
-            there = self._bucket.version(address)
-            if there is None or address.removeprefix(f"{journal.address}/") in named:
-                continue
-            if _TAGGED.fullmatch(address) or versions.get(address) == there or self._is_old(address):
+        live, versions = self._live_objects(journal), journal.versions()
+        for address in journal.objects():
+            there, known = self._bucket.version(address), versions.get(address)
+            if there is None or known not in (None, there) or address.removeprefix(f"{journal.address}/") in named:
+                continue  # gone, another program's by now, or of use
+            if address in live:
+                is_done = False
+            elif journal.has_tag(address):
                 self._remove(address)
-            elif address not in versions:
-                unsure.append(address)
-        return unsure
+            else:
+                text = "a killed push may have left it, or another program: remove it if no reader needs it"
+                self.cleared.left.append(f"{address}: {text}")
+                is_done = False
+        return is_done
 
-    def _clear_lost(self, journal: _journal.Journal, objects: list[str]) -> list[str]:
+    def _clear_lost(self, journal: _journal.Journal) -> bool:
         """The same for uploads whose names the push did not live to hear."""
-        known = {address for address, _ in journal.uploads()}
-        lost, unsure = {address for address in objects if address not in known}, []
-        if lost:
-            for address, upload, age in _core.Bucket(journal.address, self._storage).unfinished() or []:
-                if address in lost and (age > DAY or _TAGGED.fullmatch(address)):
-                    self._forget(address, upload)
-                elif address in lost:
-                    unsure.append(address)
-        return unsure
+        known = {address for address, _ in journal.uploads()} | set(journal.versions())
+        # A try without an answer may have begun an upload beside the known one
+        lost = {address for address in journal.objects() if address not in known or journal.has_tag(address)}
+        if not lost:
+            return True
+        try:
+            unfinished = _core.Bucket(journal.address, self._storage).unfinished() or []
+        except PenstockError as error:
+            self.cleared.left.append(f"uploads whose names are not known: {error}")
+            return False
+        live = {upload for other in self._live.values() for upload in other.uploads()}
+        is_done = True
+        for address, upload, _ in unfinished:
+            if address not in lost or (address, upload) in live:
+                continue
+            if journal.has_tag(address):
+                self._forget(address, upload)
+            else:
+                text = (
+                    "an incomplete upload of a killed push, or of another program: --clear ends it when it is a day old"
+                )
+                self.cleared.left.append(f"{address}: {text}")
+                is_done = False
+        return is_done
 
     def _is_old(self, address: str) -> bool:
         age = self._bucket.age(address)
         return age is not None and age > DAY
 
     def clear_old(self) -> None:
-        """Clears what is older than a day below the address."""
+        """Clears what is older than a day: uploads below the address, and shards that lie directly there."""
+        live = {upload for journal in self._live.values() for upload in journal.uploads()}
         for address, upload, age in self._bucket.unfinished() or []:
-            if age > DAY and (address, upload) not in self._live_uploads:
+            if age > DAY and (address, upload) not in live:
                 self._forget(address, upload)
         try:
             names = _core.names_in(f"{self._place}/", None, self._storage)
@@ -280,12 +316,32 @@ class _Clearing:
         tagged = [name for name in names if _TAGGED.fullmatch(name)]
         if not tagged:
             return
-        indexes = [name for name in names if name.endswith(_INDEX)]
-        named = set[str]().union(*(self._named(f"{self._place}/{name}") for name in indexes))
+        named, unsure = self._named_by_all([name for name in names if _AN_INDEX.fullmatch(name)])
+        objects = self._live_objects()
         for name in tagged:
             address = f"{self._place}/{name}"
-            if name not in named and address not in self._live_objects and self._is_old(address):
+            if name in named or address in objects:
+                continue
+            why = unsure
+            if not _SURELY_TAGGED.fullmatch(name):
+                why = "its name is not like NAME-sTAG-00001-of-00003.safetensors"
+            elif why is None and not self._is_old(address):
+                why = "it is not a day old"
+            if why is None:
                 self._remove(address)
+            else:
+                self.cleared.left.append(f"{address}: no index names it, as far as is known, but {why}")
+
+    def _named_by_all(self, indexes: list[str]) -> tuple[set[str], str | None]:
+        """The shards that these indexes name, and the reason for which there may be more."""
+        named, unsure = set[str](), None if indexes else "there is no index beside it"
+        for name in indexes:
+            index = f"{self._place}/{name}"
+            try:
+                named |= _named(_core.contents([index], _LONGEST_INDEX, None, self._storage)[0], index)
+            except PenstockError as error:
+                unsure = f"an index cannot be read: {error}"
+        return named, unsure
 
     def _named(self, index: str) -> set[str]:
         try:

@@ -8,7 +8,9 @@ use crate::storage::stores_of;
 use crate::waiting::patiently;
 use penstock::format::DType;
 use penstock::options::Order;
-use penstock::save::{Arrangement, At, PushRequest, RankShare, Save as Core, SavePlan, SaveRequest, Tensor};
+use penstock::save::{
+    Arrangement, At, PushRequest, PushedIndex, RankShare, Save as Core, SavePlan, SaveRequest, Tensor,
+};
 use penstock::store::{Location, Stores};
 use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
@@ -169,25 +171,25 @@ impl Save {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (address, files, index, small, checkpoint, journal, options, storage = None))]
+    #[pyo3(signature = (address, files, index, small, checkpoint, journal, machine, options, storage = None))]
     #[allow(clippy::too_many_arguments)] // The signature is Python's.
     fn push(
         py: Python<'_>,
         address: String,
         files: Listed<(OsString, PathBuf)>,
-        index: Option<(String, String)>,
-        small: Listed<(OsString, PyBackedBytes)>,
+        index: Option<PushedIndex>,
+        small: Listed<(OsString, PyBackedBytes, PathBuf)>,
         checkpoint: String,
         journal: PathBuf,
+        machine: String,
         options: &Options,
         storage: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         guarded(py, || {
             let (stores, options) = (stores_of(py, storage, None)?, options.0.clone());
             let (files, folder) = (files.0, Location::Url(address));
-            let small: Vec<(OsString, Vec<u8>)> =
-                small.0.into_iter().map(|(name, bytes)| (name, bytes[..].to_vec())).collect();
-            let request = PushRequest { files, index, small, folder, stores, checkpoint, journal, options };
+            let small = small.0.into_iter().map(|(name, bytes, path)| (name, bytes[..].to_vec(), path)).collect();
+            let request = PushRequest { files, index, small, folder, stores, checkpoint, journal, machine, options };
             let core = interruptibly(py, |go_on| Core::push_while(request, go_on))?;
             Ok(Self { core: Held::new(core) })
         })

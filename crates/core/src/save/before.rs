@@ -10,6 +10,8 @@ use std::ffi::{OsStr, OsString};
 
 /// The name of a single file that hides an index, for readers such as transformers. Of other names the index hides the file.
 pub(super) const HIDES: &str = "model.safetensors";
+/// The name of the index that readers look for.
+const USUAL_INDEX: &str = "model.safetensors.index.json";
 /// Bytes of an index, at most. The largest known checkpoints have 40 MB.
 const LONGEST_INDEX: u64 = 400_000_000;
 
@@ -131,6 +133,17 @@ impl Before {
         }
         before.find_earlier(asker, listed, name);
         Ok(before)
+    }
+
+    /// True if a shard of this name may replace another object, or hide the index. A listing has no objects of folders below.
+    pub(super) fn may_have(&self, shard: &OsStr) -> bool {
+        self.is_unlisted || self.names.contains(shard) || shard == HIDES || shard.as_encoded_bytes().contains(&b'/')
+    }
+
+    /// The name of another checkpoint of the folder that readers take in place of one of this name.
+    pub(super) fn preferred_to(&self, name: &str) -> Option<&'static str> {
+        let usual = [HIDES, USUAL_INDEX];
+        usual.into_iter().find(|there| name != HIDES && self.names.contains(OsStr::new(there)))
     }
 
     /// Finds the objects of the earlier checkpoint. Of shards these are what its index names: others may be those of a save

@@ -195,13 +195,13 @@ impl Save {
     /// The errors of the files and of the server; `Write` of the journal; `Cancelled` when `go_on` says no.
     pub fn push_while(request: PushRequest, mut go_on: impl FnMut() -> bool) -> Result<Save> {
         let began = Instant::now();
-        let PushRequest { files, index, small, folder, stores, checkpoint, journal, options } = request;
+        let PushRequest { files, index, small, folder, stores, checkpoint, journal, machine, options } = request;
         let address = SaveAddress::new(&folder, &stores)?;
         let planned = move |_: &Watch| SavePlan::of_files(files, index, small);
         let plan = open_detached(planned, options.stall_timeout, &mut go_on)?;
-        let tensors: Vec<At> = (0..plan.sources.len() as u32).map(At::File).collect();
+        let tensors: Vec<At> = (0..plan.files.len() as u32).map(At::File).collect();
         let mut report = SaveReport { nbytes: plan.nbytes, ..SaveReport::default() };
-        let journal = PushJournal::begin(&journal, &address, plan.index_name().as_deref())?;
+        let journal = PushJournal::begin(&journal, &address, plan.index_name().as_deref(), &machine)?;
         let (plan, place, told) =
             SavePlace::of_address(plan, &address, Some(checkpoint), Some(journal), &options, go_on)?;
         report.fallbacks.extend(told);

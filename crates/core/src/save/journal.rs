@@ -3,10 +3,12 @@
 //!
 //! It is made before the first request, and removed when nothing is left to be cleared. Its owner holds a lock on it, which
 //! the kernel releases when the owner is gone: a journal that another process can lock is that of a dead push. Each line is
-//! a JSON object. The first has `folder`, `identity` (the service and the bucket) and `index`. The others have `object`, and
-//! `upload` when the server has named the upload, or `version` when the object is there. No line has credentials, or an address that allows to write.
+//! a JSON object. The first is the head: `folder`, `identity` (the service and the bucket), `index`, `tag` (in the names of
+//! shards that this push has renamed) and `machine`. The others have `object`, and `upload` when the server has named the
+//! upload, or `version` when the object is there. No line has credentials, or an address that allows to write.
 
 use super::address::SaveAddress;
+use super::names::new_tag;
 use crate::error::{Error, Result};
 use crate::store::Location;
 use crate::sync::{lock, Mutex};
@@ -21,6 +23,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub(super) struct PushJournal {
     path: PathBuf,
+    tag: String,
     state: Mutex<PushJournalState>,
 }
 
@@ -30,14 +33,16 @@ struct PushJournalState {
     file: Option<File>,
     /// True if an object was begun.
     says_something: bool,
+    /// True if the server may have begun an upload whose name did not come.
+    has_lost: bool,
 }
 
 impl PushJournal {
-    /// Makes the file, in a folder that only this user may enter, and locks it.
+    /// Makes the file, in a folder that only this user may enter, and locks it. `machine` names this machine.
     ///
     /// # Errors
     /// `Write` and its kin.
-    pub(super) fn begin(path: &Path, address: &SaveAddress, index: Option<&str>) -> Result<PushJournal> {
+    pub(super) fn begin(path: &Path, address: &SaveAddress, index: Option<&str>, machine: &str) -> Result<PushJournal> {
         let failed = |e: io::Error| Error::write("write the journal of the push (PENSTOCK_STATE_FOLDER)", &e).at(path);
         if let Some(folder) = path.parent() {
             DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(failed)?;
@@ -46,18 +51,30 @@ impl PushJournal {
         let unlocked = path.with_extension("new");
         let mut options = OpenOptions::new();
         options.append(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-        let file = options.open(&unlocked).map_err(failed)?;
+        let mut file = options.open(&unlocked).map_err(failed)?;
         // SAFETY: a plain system call on a descriptor of our own.
         if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } != 0 {
             return Err(failed(io::Error::last_os_error()));
         }
+        let (folder, identity, tag) = (address.folder.to_string(), address.store.identity(&address.folder), new_tag());
+        let head = json!({
+            "format": 1, "folder": folder, "identity": identity, "index": index, "tag": tag, "machine": machine,
+        });
+        // A journal that has its name has a head.
+        file.write_all(format!("{head}\n").as_bytes()).map_err(failed)?;
         std::fs::rename(&unlocked, path).map_err(failed)?;
-        let state = Mutex::new(PushJournalState { file: Some(file), says_something: false });
-        let journal = PushJournal { path: path.to_path_buf(), state };
-        let folder = address.folder.to_string();
-        let identity = address.store.identity(&address.folder);
-        journal.write(&json!({ "format": 1, "folder": folder, "identity": identity, "index": index }))?;
-        Ok(journal)
+        let state = Mutex::new(PushJournalState { file: Some(file), says_something: false, has_lost: false });
+        Ok(PushJournal { path: path.to_path_buf(), tag, state })
+    }
+
+    /// The tag for names of shards of this push, and of no other.
+    pub(super) fn tag(&self) -> &str {
+        &self.tag
+    }
+
+    /// Notes that the server may have begun an upload, and its name did not come.
+    pub(super) fn lost(&self) {
+        lock(&self.state).has_lost = true;
     }
 
     /// Notes an object that is begun.
@@ -95,7 +112,7 @@ impl PushJournal {
     /// The push has ended. The file stays if something is left to be cleared.
     pub(super) fn end(&self, is_cleared: bool) {
         let mut state = lock(&self.state);
-        if state.file.is_some() && (is_cleared || !state.says_something) {
+        if state.file.is_some() && ((is_cleared && !state.has_lost) || !state.says_something) {
             // If it cannot be removed, a later push finds nothing to clear, and tries again.
             let _it_stays = std::fs::remove_file(&self.path);
         }

@@ -43,5 +43,5 @@ pub use chunks::At;
 pub use handle::{Save, SaveRequest, Wanted};
 pub(crate) use output::Output;
 pub use plan::{Arrangement, FilePlan, RankShare, SavePlan, Tensor};
-pub use pushed::PushRequest;
+pub use pushed::{PushRequest, PushedContent, PushedIndex};
 pub use shared::SaveReport;

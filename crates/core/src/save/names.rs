@@ -1,5 +1,8 @@
 //! Names of the files of a checkpoint.
 
+use std::hash::{BuildHasher, RandomState};
+use std::time::Instant;
+
 pub(super) const SUFFIX: &str = ".safetensors";
 pub(super) const INDEX_SUFFIX: &str = ".index.json";
 
@@ -37,7 +40,13 @@ pub(super) fn tagged(name: &str, tag: &str) -> String {
     format!("{bare}-{tag}{number}{ending}")
 }
 
-/// True if this can be the tag of shards in a bucket: as many letters as `objects` makes, which no number of
+/// A tag for the names of shards.
+pub(super) fn new_tag() -> String {
+    // Keys of the process' hash tables are random.
+    format!("s{:08x}", RandomState::new().hash_one(Instant::now()) as u32)
+}
+
+/// True if this can be the tag of shards in a bucket: as many letters as [`new_tag`] makes, which no number of
 /// shards has.
 pub(super) fn is_tag(text: &str) -> bool {
     text.len() == 9 && text.strip_prefix('s').is_some_and(|hex| hex.bytes().all(|b| b"0123456789abcdef".contains(&b)))

@@ -11,6 +11,7 @@
 use super::before::{is_refusal, Asker, Before, HIDES};
 use super::chunks::{Chunk, ChunkPart, Supply};
 use super::journal::PushJournal;
+use super::names::new_tag;
 use super::plan::{FilePlan, SavePlan};
 use super::shared::SaveShared;
 use super::side_by_side::each;
@@ -21,7 +22,6 @@ use crate::store::upload::{Patient, Precondition, Upload, UploadWatch, Uploaded,
 use crate::store::{Location, Store, Watch};
 use crate::sync::{lock, Mutex};
 use std::ffi::OsStr;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -39,6 +39,8 @@ pub(super) struct ObjectsTarget {
     objects: Vec<ObjectUnderWay>,
     /// Objects that come after the shards, and before the checkpoint is visible.
     small: Vec<(Location, Vec<u8>)>,
+    /// The names of those that are there.
+    replaced: Mutex<Vec<String>>,
     /// Bytes of each part but the last.
     part: u64,
     in_order: bool,
@@ -125,6 +127,32 @@ impl UploadWatch for Lingering<'_> {
     }
 }
 
+/// The wait for the name of an upload. A try without an answer may have begun one too.
+struct Beginning<'s>(Lingering<'s>, Option<&'s PushJournal>);
+
+impl Beginning<'_> {
+    fn note(&self, e: &Error) {
+        if let (None, Some(journal)) = (e.status(), self.1) {
+            journal.lost();
+        }
+    }
+}
+
+impl UploadWatch for Beginning<'_> {
+    fn check(&self) -> Result<()> {
+        self.0.check()
+    }
+
+    fn moved(&self) {
+        self.0.moved();
+    }
+
+    fn again(&self, why: &Error) {
+        self.note(why);
+        self.0.again(why);
+    }
+}
+
 /// A wait for at most so long.
 struct Until(Instant);
 
@@ -163,9 +191,15 @@ impl ObjectsTarget {
             Some(name) => Before::find(&asker, folder, name)?,
             None => Before::of_object(&asker, folder.within(&name))?,
         };
-        let is_taken = |file: &FilePlan| before.is_unlisted || before.names.contains(&file.name);
-        if plan.index.is_some() && !plan.is_share && plan.files.iter().any(is_taken) {
-            plan.tag_shards(&tag())?;
+        if plan.index.is_some() && !plan.is_share && plan.files.iter().any(|file| before.may_have(&file.name)) {
+            plan.tag_shards(&journal.as_ref().map_or_else(new_tag, |journal| journal.tag().to_owned()))?;
+        }
+        if let Some((name, there)) = checkpoint
+            .filter(|_| journal.is_some())
+            .and_then(|name| before.preferred_to(name).map(|there| (name, there)))
+        {
+            let reason = format!("{there} is there already, and readers prefer it to {name}");
+            before.fallbacks.push(Fallback { from: "the pushed checkpoint", to: "another one for readers", reason });
         }
         let object = |file: &FilePlan| ObjectUnderWay {
             at: folder.within(&file.name),
@@ -183,6 +217,7 @@ impl ObjectsTarget {
             folder,
             objects,
             small,
+            replaced: Mutex::new(Vec::new()),
             part,
             in_order,
             index,
@@ -233,10 +268,11 @@ impl ObjectsTarget {
                     false => Precondition::Absent,
                 };
                 // Its answer has the number by which it can be given up.
-                let watch = Lingering::of(shared);
-                watch.0.check()?;
+                let watch = Beginning(Lingering::of(shared), self.journal.as_ref());
+                watch.0 .0.check()?;
                 self.note(|journal| journal.begun(&object.at))?;
-                let upload = self.uploads.begin(&object.at, object.size, self.part, &condition, &watch)?;
+                let begun = self.uploads.begin(&object.at, object.size, self.part, &condition, &watch);
+                let upload = begun.inspect_err(|e| watch.note(e))?;
                 let upload: Arc<dyn Upload> = upload.into();
                 *stage = UploadStage::Sending(upload.clone());
                 if let Some(name) = upload.name() {
@@ -266,7 +302,13 @@ impl ObjectsTarget {
         if let UploadStage::Sending(upload) = &*stage {
             let upload = upload.clone();
             *stage = UploadStage::Finishing(upload.clone());
-            let there = upload.finish(watch).map_err(|e| e.at(&object.at))?;
+            let there = upload.finish(watch).map_err(|e| {
+                if after(&e) == Visible::No {
+                    // The server has not made the object. One with its name is another's.
+                    *stage = UploadStage::Sending(upload.clone());
+                }
+                e.at(&object.at)
+            })?;
             let version = there.version.clone();
             *stage = UploadStage::There(there);
             self.note(|journal| journal.there(&object.at, version.as_deref()))?;
@@ -294,11 +336,46 @@ impl ObjectsTarget {
             watch.check()?;
             self.finish(object, watch)
         })?;
+        if !self.small.is_empty() {
+            self.check_still(watch)?;
+        }
         for (at, bytes) in &self.small {
             watch.check()?;
             self.uploads.put(at, bytes, &Precondition::Always, watch).map_err(|e| e.at(at))?;
+            lock(&self.replaced).push(at.file_name().to_string_lossy().into_owned());
         }
         Ok(())
+    }
+
+    /// Asks before anything is replaced if the visible object is what it was at the start.
+    fn check_still(&self, watch: &dyn UploadWatch) -> Result<()> {
+        let at = self.index.as_ref().map_or(&self.objects[0].at, |(at, _)| at);
+        let wanted = match self.condition(at) {
+            Precondition::Always => return Ok(()),
+            Precondition::Absent => None,
+            Precondition::Version(version) => Some(version),
+        };
+        match self.uploads.version(at, watch) {
+            Ok(now) if now == wanted => Ok(()),
+            Ok(_) => {
+                let text = "another program has written this object meanwhile; nothing was replaced";
+                Err(Error::new(ErrorKind::Changed, text).at(at))
+            }
+            // Nobody may look at it: the condition of its own request tells.
+            Err(e) if is_refusal(&e) => Ok(()),
+            Err(e) => Err(e.at(at)),
+        }
+    }
+
+    /// The error of a save whose small files are there and whose checkpoint is not.
+    fn with_replaced(&self, e: Error) -> Error {
+        let replaced = lock(&self.replaced);
+        match replaced.is_empty() {
+            true => e,
+            false => {
+                e.reworded(|why| format!("{why}; these small files are the new ones already: {}", replaced.join(", ")))
+            }
+        }
     }
 
     /// Makes the new checkpoint visible.
@@ -358,8 +435,17 @@ impl ObjectsTarget {
 
     /// Tells what the report's reader cannot know of this bucket: it keeps old versions, or has no guard against a second writer.
     fn tell_of_service(&self, shared: &SaveShared, watch: &dyn UploadWatch) {
-        let probe = self.folder.within(OsStr::new(&format!(".penstock-{}", tag())));
-        if matches!(self.uploads.heeds_conditions(&probe, watch), Ok(false)) {
+        let probe = self.folder.within(OsStr::new(&format!(".penstock-{}", new_tag())));
+        let heeds = self.uploads.heeds_conditions(&probe, watch);
+        let may_stay = match &heeds {
+            Ok(heeds) => !heeds,
+            Err(e) => after(e) == Visible::Unknown,
+        };
+        if let Some(Err(e)) = may_stay.then(|| self.uploads.remove(&probe, watch)) {
+            let reason = format!("{} stays, an empty object: {}", probe.as_path().display(), e.message());
+            shared.add_fallback(Fallback { from: "removing a trial of conditions", to: "leaving it", reason });
+        }
+        if matches!(heeds, Ok(false)) {
             let reason =
                 "this service ignores the conditions of requests (If-Match), so a second save to this address at \
                           the same time is not noticed";
@@ -448,7 +534,8 @@ impl SaveTarget for ObjectsTarget {
             SaveWatch(shared).check().map_err(given_up)?;
         }
         let watch = Lingering::of(shared);
-        self.finish_shards(&watch).and_then(|()| self.publish(&watch)).map_err(of_writing)?;
+        let published = self.finish_shards(&watch).and_then(|()| self.publish(&watch));
+        published.map_err(|e| self.with_replaced(of_writing(e)))?;
         let is_checked =
             |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_checked);
         if let Some(object) = self.objects.iter().find(|object| !is_checked(object)) {
@@ -539,10 +626,4 @@ fn of_writing(e: Error) -> Error {
         ErrorKind::Io => e.of_kind(ErrorKind::Write),
         _ => e,
     }
-}
-
-/// A tag for the names of shards.
-fn tag() -> String {
-    // Keys of the process' hash tables are random.
-    format!("s{:08x}", RandomState::new().hash_one(Instant::now()) as u32)
 }

@@ -37,6 +37,23 @@ impl SteadyFile {
         self.identity.size
     }
 
+    /// Checks that the file has this content.
+    ///
+    /// # Errors
+    /// `Io`; `Changed` if it has another one.
+    pub(crate) fn check_content(&self, content: &[u8]) -> Result<()> {
+        let mut bytes = vec![0; content.len()];
+        let is_so = self.size() == content.len() as u64 && {
+            // SAFETY: memory of this call, so many bytes.
+            unsafe { self.read(0, bytes.as_mut_ptr(), bytes.len()) }?;
+            bytes == content
+        };
+        match is_so {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Changed, "the file has changed since it was read").at(&self.path)),
+        }
+    }
+
     /// Reads `len` bytes from `offset` on.
     ///
     /// # Errors
@@ -100,6 +117,10 @@ mod tests {
             // SAFETY: memory of this test.
             unsafe { file.read(3, bytes.as_mut_ptr(), 4) }.unwrap();
             assert_eq!((&bytes, file.size()), (b"tent", 7));
+            file.check_content(b"content").unwrap();
+            for other in [&b"Content"[..], b"conten", b"content "] {
+                assert_eq!(file.check_content(other).unwrap_err().kind(), ErrorKind::Changed);
+            }
             file.verify().unwrap();
             change(&path);
             assert_eq!(file.verify().unwrap_err().kind(), ErrorKind::Changed);

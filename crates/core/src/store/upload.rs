@@ -129,7 +129,7 @@ pub trait Uploads: Send + Sync + Debug {
     }
 
     /// True if the service keeps to conditions. `probe` is an object that is not there: a service that is not known is asked to
-    /// replace it, which it must refuse. It is gone afterwards.
+    /// replace it, which it must refuse. After `false` it is there, and empty: the caller removes it.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin): nobody knows.

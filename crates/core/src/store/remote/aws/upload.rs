@@ -234,7 +234,7 @@ impl Uploads for S3Uploads {
         match self.put(probe, &[], &Precondition::Version("\"penstock\"".to_owned()), watch) {
             Err(e) if e.kind() == ErrorKind::Changed => Ok(true),
             Err(e) => Err(e),
-            Ok(_) => self.remove(probe, watch).map(|()| false),
+            Ok(_) => Ok(false),
         }
     }
 
