@@ -172,7 +172,9 @@ def what_a_killed_push_has_left_is_cleared(
     state = {f"w{i}": np.full(8_000_000, i, np.uint8) for i in range(3)}
     penstock.save(state, folder / "new", max_shard_size="10MB")
     penstock.save({"old": np.arange(9)}, place, storage=storage)
-    penstock.save({"old": np.arange(9), "more": np.arange(9)}, place, max_shard_size=80, storage=storage)
+    # Three shards: the names of the new ones are taken, so they get the tag of the push
+    old = {name: np.arange(9) for name in ("old", "more", "third")}
+    penstock.save(old, place, max_shard_size=80, storage=storage)
     penstock.save({"x": np.arange(9)}, folder / "x")
     before = names()
     given = [f"--storage={name}={value}" for name, value in {**storage, "bandwidth": "6MB"}.items()]
