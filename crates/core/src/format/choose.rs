@@ -109,6 +109,21 @@ fn without_number(stem: &str) -> &str {
     }
 }
 
+/// True if this can be the tag of shards that get names of their own: `s` and eight digits of hexadecimal numbers.
+pub(crate) fn is_tag(text: &str) -> bool {
+    text.len() == 9 && text.strip_prefix('s').is_some_and(|hex| hex.bytes().all(|b| b"0123456789abcdef".contains(&b)))
+}
+
+/// True if only an index brings this file: it is a shard of a save whose index comes last, such as
+/// `model-s01234abc-00001-of-00002.safetensors`.
+fn needs_index(name: &str) -> bool {
+    let Some(stem) = name.strip_suffix(".safetensors") else { return false };
+    let (set, five) = (without_number(stem), |text: &str| text.len() == 5);
+    let number = stem[set.len()..].strip_prefix('-').and_then(|number| number.split_once("-of-"));
+    number.is_some_and(|(part, of)| five(part) && five(of))
+        && set.rsplit_once('-').is_some_and(|(head, tag)| !head.is_empty() && is_tag(tag))
+}
+
 /// The files that sets of shards lack by their names, without an index that would say so: `model-00001-of-00002.safetensors`
 /// alone lacks the second one. Numbers begin at 1, or at 0 if that is there.
 pub(super) fn missing_shards(names: &[Cow<'_, str>]) -> Vec<String> {
@@ -240,7 +255,9 @@ pub(super) fn choose(
 ) -> Result<ChosenNames> {
     let mut ordered: Vec<(&OsString, Cow<'_, str>)> = names.iter().map(|n| (n, n.to_string_lossy())).collect();
     ordered.retain(|(name, text)| !is_hidden(text) && !abandoned.contains(name));
+    let hidden = names.len() > ordered.len();
     ordered.sort_by(|a, b| natural(a.0, b.0));
+    let (unnamed, ordered): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|(_, text)| needs_index(text));
     let known = DottedNames::of(&ordered.iter().map(|n| &*n.1).collect::<Vec<_>>());
     let variant = asked.variant.as_deref();
     let found: Vec<Candidate<'_>> =
@@ -250,6 +267,9 @@ pub(super) fn choose(
     if let Some(open) = pick_all(place, &having(variant))? {
         return chosen(open);
     }
+    if let (true, Some((_, first))) = (found.is_empty(), unnamed.first()) {
+        return Err(no_index(place, first, unnamed.len()));
+    }
     if let Some(variant) = variant {
         return Err(no_variant(place, variant, &found));
     }
@@ -258,7 +278,7 @@ pub(super) fn choose(
     sets.sort_unstable();
     sets.dedup();
     match sets[..] {
-        [] => Err(nothing_in(place, &ordered.iter().map(|n| &*n.1).collect::<Vec<_>>(), names.len() > ordered.len())),
+        [] => Err(nothing_in(place, &ordered.iter().map(|n| &*n.1).collect::<Vec<_>>(), hidden)),
         [(_, variant)] => match pick_all(place, &having(Some(variant)))? {
             Some(open) => Ok(ChosenNames { open, only_variant: Some(variant.to_owned()) }),
             None => Err(no_variant(place, variant, &found)),
@@ -329,6 +349,16 @@ fn no_variant(place: &Location, variant: &str, found: &[Candidate<'_>]) -> Error
         (true, true) => "there is no safetensors file here".to_owned(),
     };
     let text = format!("variant={variant:?}: no file of this variant in the directory; {what}");
+    Error::new(ErrorKind::NotFound, text).at(place)
+}
+
+/// The error for a directory whose safetensors files are all shards that only an index brings.
+fn no_index(place: &Location, first: &str, count: usize) -> Error {
+    let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
+    let text = format!(
+        "no index names {first}{more}: the save that writes them has not ended, or was given up before its index was there. \
+         Such shards may be a part of a checkpoint; to read them all the same, give the files"
+    );
     Error::new(ErrorKind::NotFound, text).at(place)
 }
 
@@ -614,6 +644,34 @@ mod tests {
         assert_eq!(lacks(two), ["m-02-of-02.safetensors", "m-03-of-03.safetensors"]);
         assert_eq!(lacks("m-000000000000001-of-999999999999999.safetensors").len(), MOST_MISSING);
         assert!(lacks("m-1-of-99999999999999999999999999.safetensors").is_empty());
+    }
+
+    #[test]
+    fn shards_with_a_tag_are_opened_by_their_index_only() {
+        let (one, two) = ("model-s01234abc-00001-of-00002.safetensors", "model-s01234abc-00002-of-00002.safetensors");
+        for names in [one.to_owned(), format!("{one} {two} config.json"), format!("._x.safetensors {two}")] {
+            for variant in [None, Some("fp16")] {
+                let e = opened(&names, variant).unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::NotFound);
+                assert!(e.message().starts_with("no index names model-s01234abc-0000"), "{e}");
+            }
+        }
+        for (names, expected) in [
+            (format!("{one} model.safetensors.index.json"), "model.safetensors.index.json"),
+            (format!("{one} model.safetensors"), "model.safetensors"),
+            (format!("{one} other.safetensors"), "other.safetensors"),
+            (
+                format!("{one} model-00001-of-00002.safetensors model-00002-of-00002.safetensors"),
+                "model-00001-of-00002.safetensors model-00002-of-00002.safetensors",
+            ),
+            // These are no whole names of such shards.
+            ("model-s01234abc.safetensors".to_owned(), "model-s01234abc.safetensors"),
+            ("model-s01234abc-1-of-2.safetensors".to_owned(), "model-s01234abc-1-of-2.safetensors"),
+            ("model-s01234abx-00001-of-00001.safetensors".to_owned(), "model-s01234abx-00001-of-00001.safetensors"),
+            ("s01234abc-00001-of-00001.safetensors".to_owned(), "s01234abc-00001-of-00001.safetensors"),
+        ] {
+            assert_eq!(opened(&names, None).unwrap().0, expected, "{names}");
+        }
     }
 
     #[test]

@@ -19,6 +19,7 @@ mod small_files;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
+pub(crate) use choose::is_tag;
 pub use choose::FolderRequest;
 pub use discover::to_open;
 pub use dtype::DType;

@@ -49,7 +49,7 @@ pub(super) fn new_tag() -> String {
 /// True if this can be the tag of shards in a bucket: as many letters as [`new_tag`] makes, which no number of
 /// shards has.
 pub(super) fn is_tag(text: &str) -> bool {
-    text.len() == 9 && text.strip_prefix('s').is_some_and(|hex| hex.bytes().all(|b| b"0123456789abcdef".contains(&b)))
+    crate::format::is_tag(text)
 }
 
 #[cfg(test)]

@@ -93,7 +93,7 @@ pub struct SavePlan {
 /// A rank's part of a checkpoint that several ranks save.
 #[derive(Debug, Clone)]
 pub struct RankShare {
-    /// Names of its files. No reader takes them for files of a checkpoint until an index names them.
+    /// Names of its files. Readers of this library pass over them until an index names them.
     pub names: Vec<String>,
     /// The text of the index, if this rank writes it.
     pub index: Option<String>,

@@ -31,8 +31,8 @@ pub(super) trait SaveTarget: Send + Sync {
     /// As for [`write`](Self::write).
     fn write_from_place(&self, shared: &SaveShared, chunk: &Chunk, pieces: &[ChunkPart]) -> Result<Written>;
 
-    /// Everything is written, of this rank's part of a save of several: its files become whole, and no reader takes them for
-    /// a checkpoint yet.
+    /// Everything is written, of this rank's part of a save of several: its files become whole, and readers that go by
+    /// an index do not see them yet.
     ///
     /// # Errors
     /// As for [`conclude`](Self::conclude).
