@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,4 +276,83 @@ job = penstock.save({{"w": numpy.arange(3_000_000)}}, {PLACE!r}, wait=False, sto
     run = torch_python(code)
     assert run.returncode == 0
     assert f"the save to {PLACE} was given up, because the program ended" in run.stderr
+    assert not bucket.objects and not bucket.under_way
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "closed"])
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_job_that_has_ended_lets_go_of_the_tensors(bucket: Uploads, end: str, snapshot: bool) -> None:
+    """Nobody asks it for anything: the threads that write let go."""
+    held = bucket.hold_parts()
+    if end == "failed":
+        bucket.refuses = lambda method, key, query: (
+            error(400, "InvalidRequest", "on purpose") if query.get("partNumber") == "2" else None
+        )
+    state = tensors()
+    gone = [weakref.ref(array) for array in state.values()]
+    job = penstock.save(state, PLACE, wait=False, snapshot=snapshot, storage=settings(bucket))
+    del state
+    assert job.copied() if snapshot else all(ref() is not None for ref in gone)
+    if end == "closed":
+        timer = threading.Timer(0.2, held.set)
+        timer.start()
+        job.close()
+        timer.join()
+    held.set()
+    limit = time.monotonic() + 60
+    while any(ref() is not None for ref in gone):
+        assert time.monotonic() < limit, "the tensors stay"
+        time.sleep(0.01)
+    assert job.progress[1] > 20 * MIB and job.report.files == ["model.safetensors"]
+    if end == "done":
+        assert job.result().nbytes == sum(array.nbytes for array in tensors().values())
+
+
+@pytest.mark.machine
+def test_a_snapshot_goes_when_its_save_has_ended(tmp_path: Path, torch_python: Any) -> None:
+    code = """
+import sys, numpy, penstock
+def memory(what):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) * 1024
+state = {"w": numpy.ones(96_000_000, numpy.uint8)}
+before, jobs = memory("VmRSS"), []
+for number in range(3):
+    jobs.append(penstock.save(state, f"{sys.argv[1]}/{number}", wait=False, snapshot=True, fsync=False))
+    jobs[-1].wait()
+print(memory("VmHWM") - before)
+"""
+    run = torch_python(code, tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 1.5 * 96_000_000, "never two snapshots"
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_what_is_copied_stays_so(bucket: Uploads, snapshot: bool) -> None:
+    """Also if the save fails afterwards."""
+    bucket.refuses = lambda method, key, query: (
+        error(400, "InvalidRequest", "on purpose") if method == "POST" and "uploadId" in query else None
+    )
+    job = penstock.save(tensors(), PLACE, wait=False, snapshot=snapshot, storage=settings(bucket))
+    with pytest.raises(penstock.PenstockError, match="on purpose"):
+        job.result()
+    assert job.copied() and job.copied(0)
+    bucket.refuses = late = Held("POST", "uploadId")
+    job = penstock.save(tensors(), PLACE, wait=False, snapshot=snapshot, storage=settings(bucket))
+    assert job.copied()
+    threading.Timer(0.2, late.goes_on.set).start()
+    job.cancel()
+    assert job.copied()
+
+
+def test_a_warning_that_is_an_error_keeps_no_save_from_being_closed(bucket: Uploads, torch_python: Any) -> None:
+    held = bucket.hold_parts()
+    threading.Timer(2.0, held.set).start()
+    code = f"""
+import warnings, numpy, penstock
+warnings.simplefilter("error")
+jobs = [penstock.save({{"w": numpy.arange(3_000_000)}}, {PLACE!r} + n, wait=False, storage={settings(bucket)!r}) for n in "ab"]
+"""
+    run = torch_python(code)
+    assert "was given up, because the program ended" in run.stderr
     assert not bucket.objects and not bucket.under_way

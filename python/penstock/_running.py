@@ -70,11 +70,14 @@ def _end_all() -> None:
     _core.stop_fills("the process ends", 0)
     for load, _ in _still_there(_begun):
         load.close()
+    given_up = []
     for save, place in _still_there(_saves):
         if not save.done():
-            text = f"the save to {place} was given up, because the program ended before it was done: wait for its job"
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
+            given_up.append(place)
         save.close()
+    for place in given_up:  # a warning may be an error
+        text = f"the save to {place} was given up, because the program ended before it was done: wait for its job"
+        warnings.warn(text, RuntimeWarning, stacklevel=1)
 
 
 def _still_there(those: weakref.WeakKeyDictionary[K, V]) -> list[tuple[K, V]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from types import TracebackType
 
 from . import _core, _running
@@ -26,7 +27,7 @@ class SaveJob:
         self._owner = os.getpid()
         self._save, self._place = save, place
         self._tensors, self._fsync = tensors, fsync
-        self._cancelled = False
+        self._cancelled = self._copied = False
         self._error: Exception | None = None
         self._report: Report | None = None
         self._seen, self._told = seen, False
@@ -50,13 +51,15 @@ class SaveJob:
         """Waits until all bytes have left the tensors, at most ``timeout`` seconds (None: without limit).
 
         Returns True if they have: from then on the tensors may change. Without a snapshot that is when every byte is
-        written, or confirmed by the server. Raises the error of a save that failed before.
+        written, or confirmed by the server. Raises the error of a save that failed before. Once it is True it stays so,
+        also if the save fails later or is cancelled.
         """
         self._check_process()
-        if self._report is not None:
-            return True
-        self._raise_again()
-        return self._save.copied(seconds_of(timeout))
+        seconds = seconds_of(timeout)
+        if not self._copied and self._report is None:
+            self._raise_again()
+            self._copied = self._save.copied(seconds)
+        return True if self._report is not None else self._copied
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -109,6 +112,7 @@ class SaveJob:
         if self._report is not None or self._error is not None:
             return
         self._save.close()
+        self._note_copied()
         try:
             ended = self._save.wait(0)  # False: a call of it hangs, and is left behind
         except CancelledError:
@@ -121,6 +125,11 @@ class SaveJob:
         elif not self._cancelled:
             self._cancelled = True
             self._tell(CancelledError(f"the save to {self._place} was cancelled before it was done"))
+
+    def _note_copied(self) -> None:
+        """Remembers if all bytes had left the tensors before the save ended."""
+        with suppress(PenstockError):
+            self._copied = self._copied or self._save.copied(0)
 
     def _check_process(self) -> None:
         raise_if_forked(self._owner, "save", "save in the child instead")
@@ -150,6 +159,7 @@ class SaveJob:
             # Not the error itself: it will hold the frames of its catcher, and every object in them
             self._error = copy_of(error)
             self._save.close()
+            self._note_copied()
             self._tell(error)
         else:
             self.close()

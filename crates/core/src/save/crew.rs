@@ -125,6 +125,10 @@ impl Work {
             true => e,
             false => e.reworded(|why| format!("{why}; these could not be cleared: {}", left.join(", "))),
         });
+        lock(&self.shared.state).rested = true;
+        // An ended save may stay with its owner for its report.
+        let released = guarded("penstock-save", || self.release());
+        let outcome = outcome.and(released);
         let mut state = lock(&self.shared.state);
         state.working = 0;
         state.report.seconds = self.shared.began.elapsed().as_secs_f64();
@@ -132,10 +136,37 @@ impl Work {
         self.shared.changed.notify_all();
     }
 
+    /// Lets go of the tensors, the snapshot and packed tensors, once the crew has ended. The memory of a tensor that the owner
+    /// packs now stays until that is done or the save is closed.
+    pub(super) fn release(&self) {
+        let mut state = lock(&self.shared.state);
+        if !state.rested || !state.wanted.is_empty() {
+            return;
+        }
+        let packed: Vec<Phase> =
+            state.late.iter_mut().map(|late| std::mem::replace(&mut late.phase, Phase::Away)).collect();
+        state.held = 0;
+        drop(state);
+        drop(packed);
+        if let Some(snapshot) = &self.snapshot {
+            snapshot.release();
+        }
+        self.let_go_of_tensors();
+    }
+
+    /// The owner's tensors may need a lock of its own to be dropped: none of ours is held meanwhile.
+    fn let_go_of_tensors(&self) {
+        let keep = lock(&self.keep).take();
+        drop(keep);
+    }
+
     /// Everything is written, if it is of one version: gives the files their names. Those of one rank wait for those of the others.
     fn conclude(&self) -> Result<()> {
         self.sources.iter().try_for_each(|file| file.verify())?;
         if self.is_share {
+            if self.shared.is_over() {
+                return Err(Error::new(ErrorKind::Cancelled, "the save was given up before its files were whole"));
+            }
             self.target.seal(&self.shared)?;
             self.shared.hold()?;
         }
@@ -209,7 +240,7 @@ impl Work {
             }
             self.let_go(&self.pieces[chunk.pieces.clone()]);
             if self.shared.take_one(self.chunks.len()) {
-                drop(lock(&self.keep).take());
+                self.let_go_of_tensors();
                 if let Some(staging) = self.staging.as_ref().filter(|_| !self.is_staged) {
                     drop(lock(staging).take());
                 }

@@ -5,7 +5,7 @@ use super::folder::{self, Folder};
 use super::in_place;
 use super::output::{check_room, Output};
 use super::plan::SavePlan;
-use super::shared::{SaveReport, SaveShared};
+use super::shared::{leaving_earlier, SaveReport, SaveShared};
 use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
@@ -206,10 +206,10 @@ impl SaveTarget for FilesTarget {
 
     fn conclude(&self, shared: &SaveShared) -> Result<()> {
         if self.is_share && self.index.is_none() {
-            self.is_visible.store(true, Ordering::Relaxed);
+            self.is_visible.store(true, Ordering::SeqCst);
             return Ok(());
         }
-        let given_up = || match shared.cancelled.load(Ordering::Relaxed) {
+        let given_up = || match shared.cancelled.load(Ordering::SeqCst) {
             true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
             false => Ok(()),
         };
@@ -230,8 +230,8 @@ impl SaveTarget for FilesTarget {
         if self.sync {
             lock(&shared.state).report.sync_seconds += begun.elapsed().as_secs_f64();
         }
-        given_up()?;
         if let Some(path) = index.filter(|_| !self.is_share) {
+            given_up()?;
             // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not
             // call them one checkpoint.
             if let Err(cause) = std::fs::remove_file(path) {
@@ -240,14 +240,18 @@ impl SaveTarget for FilesTarget {
                 }
             }
         }
-        outputs.iter_mut().try_for_each(|output| output.publish(self.sync))?;
-        self.is_visible.store(true, Ordering::Relaxed);
+        // From now on it may be visible: an owner that gives the save up sees that, or we see that it has.
+        self.is_visible.store(true, Ordering::SeqCst);
+        let published = given_up().and_then(|()| outputs.iter_mut().try_for_each(|output| output.publish(self.sync)));
+        published.inspect_err(|_| self.is_visible.store(false, Ordering::SeqCst))?;
         if self.sync {
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
             folders.extend(self.checkpoint.iter().flat_map(|folder| &folder.with_new_names).map(PathBuf::as_path));
             folders.into_iter().try_for_each(|folder| settle(shared, folder))?;
         }
-        if let Some(folder) = &self.checkpoint {
+        if self.is_share && shared.cancelled.load(Ordering::SeqCst) {
+            shared.add_fallback(leaving_earlier());
+        } else if let Some(folder) = &self.checkpoint {
             if folder.remove_earlier(&self.names)? && self.sync {
                 settle(shared, &folder.path)?;
             }
@@ -267,7 +271,7 @@ impl SaveTarget for FilesTarget {
     }
 
     fn may_be_visible(&self) -> bool {
-        self.is_visible.load(Ordering::Relaxed)
+        self.is_visible.load(Ordering::SeqCst)
     }
 
     fn uses_disk(&self) -> bool {

@@ -369,7 +369,7 @@ impl Save {
                 return Ok(true);
             }
             let nbytes = state.late[number].nbytes;
-            if state.hungry || room.is_none_or(|room| state.held.saturating_add(nbytes) <= room) {
+            if !state.rested && (state.hungry || room.is_none_or(|room| state.held.saturating_add(nbytes) <= room)) {
                 return self.work.begin_late(&mut state, number).map(|()| true);
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -411,6 +411,7 @@ impl Save {
         state.moved = Instant::now();
         state.hungry = false;
         drop(state);
+        self.work.release();
         self.work.shared.changed.notify_all();
     }
 
@@ -448,7 +449,14 @@ impl Save {
         if self.pid != std::process::id() {
             return;
         }
-        self.work.shared.cancelled.store(true, Ordering::Relaxed);
+        self.end();
+        // The owner packs nothing any more.
+        lock(&self.work.shared.state).wanted.clear();
+        self.work.release();
+    }
+
+    fn end(&self) {
+        self.work.shared.cancelled.store(true, Ordering::SeqCst);
         let mut threads = lock(&self.threads);
         if threads.is_empty() {
             return; // closed before: what hangs has been waited for

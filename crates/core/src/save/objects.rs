@@ -13,7 +13,7 @@ use super::chunks::{Chunk, ChunkPart, Supply};
 use super::journal::PushJournal;
 use super::names::new_tag;
 use super::plan::{FilePlan, SavePlan};
-use super::shared::SaveShared;
+use super::shared::{leaving_earlier, SaveShared};
 use super::side_by_side::each;
 use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
@@ -189,6 +189,7 @@ impl ObjectsTarget {
         let name = plan.files.first().map(|file| file.name.clone()).unwrap_or_default();
         let mut before = match checkpoint {
             Some(name) => Before::find(&asker, folder, name)?,
+            None if plan.is_share => Before::default(),
             None => Before::of_object(&asker, folder.within(&name))?,
         };
         if plan.index.is_some() && !plan.is_share && plan.files.iter().any(|file| before.may_have(&file.name)) {
@@ -379,7 +380,7 @@ impl ObjectsTarget {
     }
 
     /// Makes the new checkpoint visible.
-    fn publish(&self, watch: &dyn UploadWatch) -> Result<()> {
+    fn publish(&self, shared: &SaveShared, watch: &dyn UploadWatch) -> Result<()> {
         if self.is_share && self.index.is_none() {
             // Another rank does.
             *lock(&self.visible) = Visible::Yes;
@@ -387,19 +388,18 @@ impl ObjectsTarget {
         }
         let (visible, hides) = match &self.index {
             Some((at, text)) => {
-                let put = self.uploads.put(at, text.as_bytes(), &self.condition(at), watch);
-                put.inspect_err(|e| *lock(&self.visible) = after(e))?;
+                self.show(shared, || self.uploads.put(at, text.as_bytes(), &self.condition(at), watch))?;
                 (at, self.before.single.as_ref().filter(|(at, _)| at.file_name() == HIDES))
             }
             None => {
                 let object = &self.objects[0];
-                self.finish(object, watch).inspect_err(|e| *lock(&self.visible) = after(e))?;
+                self.show(shared, || self.finish(object, watch))?;
                 (&object.at, self.before.index.as_ref().filter(|_| object.at.file_name() != HIDES))
             }
         };
         let hidden_since = self.index.as_ref().and(self.before.appears.as_ref());
         if let Some((at, version)) = hides {
-            self.unhide(visible, at, version.as_deref(), watch)?;
+            self.unhide(shared, visible, at, version.as_deref(), watch)?;
         } else if let Some(at) = hidden_since.filter(|at| matches!(self.uploads.version(at, watch), Ok(Some(_)))) {
             let text = "another program has written this object meanwhile, which hides the new index";
             return Err(self.taken_back(visible, Error::new(ErrorKind::Changed, text).at(at)));
@@ -408,14 +408,30 @@ impl ObjectsTarget {
         Ok(())
     }
 
+    /// Sends a request that may make the new checkpoint visible. Until its answer is there, nobody knows: an owner that gives
+    /// the save up sees that, or we see that it has.
+    fn show<T>(&self, shared: &SaveShared, send: impl FnOnce() -> Result<T>) -> Result<T> {
+        *lock(&self.visible) = Visible::Unknown;
+        SaveWatch(shared).check().map_err(given_up).inspect_err(|_| *lock(&self.visible) = Visible::No)?;
+        send().inspect_err(|e| *lock(&self.visible) = after(e))
+    }
+
     /// Removes what hides the new checkpoint, if it is still what it was.
-    fn unhide(&self, new: &Location, at: &Location, version: Option<&str>, watch: &dyn UploadWatch) -> Result<()> {
+    fn unhide(
+        &self,
+        shared: &SaveShared,
+        new: &Location,
+        at: &Location,
+        version: Option<&str>,
+        watch: &dyn UploadWatch,
+    ) -> Result<()> {
+        *lock(&self.visible) = Visible::No;
         let removed = match self.uploads.version(at, watch) {
             Ok(None) => return Ok(()),
             Ok(Some(now)) if version.is_some_and(|version| version != now) => {
                 Err(Error::new(ErrorKind::Changed, "another program has written this object meanwhile"))
             }
-            Ok(Some(_)) => self.uploads.remove(at, watch).inspect_err(|e| *lock(&self.visible) = after(e)),
+            Ok(Some(_)) => self.show(shared, || self.uploads.remove(at, watch)),
             Err(e) => Err(e),
         };
         let Err(e) = removed else { return Ok(()) };
@@ -428,8 +444,9 @@ impl ObjectsTarget {
 
     /// Removes the index or file that was to be visible, also for a save that was given up. Returns the error, with what stays.
     fn taken_back(&self, new: &Location, e: Error) -> Error {
-        let Err(_) = self.uploads.remove(new, &Until(Instant::now() + CLEARING)) else { return e };
-        *lock(&self.visible) = Visible::Unknown;
+        let removed = self.uploads.remove(new, &Until(Instant::now() + CLEARING));
+        *lock(&self.visible) = if removed.is_ok() { Visible::No } else { Visible::Unknown };
+        let Err(_) = removed else { return e };
         e.reworded(|why| format!("{why}; {} stays", new.as_path().display()))
     }
 
@@ -529,12 +546,11 @@ impl SaveTarget for ObjectsTarget {
     }
 
     fn conclude(&self, shared: &SaveShared) -> Result<()> {
-        let given_up = |e: Error| e.reworded(|_| "the save was cancelled before its objects were visible".to_owned());
         if !self.is_share || self.index.is_some() {
             SaveWatch(shared).check().map_err(given_up)?;
         }
         let watch = Lingering::of(shared);
-        let published = self.finish_shards(&watch).and_then(|()| self.publish(&watch));
+        let published = self.finish_shards(&watch).and_then(|()| self.publish(shared, &watch));
         published.map_err(|e| self.with_replaced(of_writing(e)))?;
         let is_checked =
             |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_checked);
@@ -542,7 +558,13 @@ impl SaveTarget for ObjectsTarget {
             let reason = format!("{}: the server says no checksum", object.at.as_path().display());
             shared.add_fallback(Fallback { from: "checksum by the server", to: "none", reason });
         }
-        let removed = self.remove_earlier(shared).map_err(of_writing);
+        let removed = match self.is_share && SaveWatch(shared).check().is_err() {
+            true => {
+                shared.add_fallback(leaving_earlier());
+                Ok(())
+            }
+            false => self.remove_earlier(shared).map_err(of_writing),
+        };
         self.tell_of_service(shared, &watch);
         removed
     }
@@ -618,6 +640,11 @@ fn after(e: &Error) -> Visible {
         true => Visible::No,
         false => Visible::Unknown,
     }
+}
+
+/// The error of a save that was given up in time.
+fn given_up(e: Error) -> Error {
+    e.reworded(|_| "the save was cancelled before its objects were visible".to_owned())
 }
 
 /// The same error as one of writing.

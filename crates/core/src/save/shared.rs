@@ -51,6 +51,8 @@ pub(super) struct SaveShared {
 pub(super) struct SaveState {
     pub(super) written: u64,
     pub(super) working: usize,
+    /// The crew does not read or write the tensors any more.
+    pub(super) rested: bool,
     /// When a chunk was last written, or when a slab for one came after a wait.
     pub(super) moved: Instant,
     /// Slabs in use, and whether a thread of the crew waits for another.
@@ -81,6 +83,7 @@ impl SaveShared {
         let state = SaveState {
             written: 0,
             working: crew,
+            rested: false,
             moved: began,
             slabs: 0,
             starved: false,
@@ -155,4 +158,10 @@ impl SaveShared {
             fallbacks.push(fallback);
         }
     }
+}
+
+/// The fallback of a rank that was given up while it made the checkpoint visible: what the other ranks do is not known.
+pub(super) fn leaving_earlier() -> Fallback {
+    let reason = "the save was given up when the new checkpoint may have been visible".to_owned();
+    Fallback { from: "removing the earlier checkpoint", to: "leaving it", reason }
 }

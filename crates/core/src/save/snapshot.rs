@@ -9,11 +9,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::machine::memory_available;
 use crate::memory::Anonymous;
 use crate::options::PAGE;
+use crate::sync::{lock, Mutex};
 use std::sync::atomic::AtomicUsize;
 
 /// See the module's documentation.
 pub(super) struct Snapshot {
-    memory: Anonymous,
+    memory: Mutex<Option<Anonymous>>,
+    /// Its address.
+    at: u64,
     /// Where each file begins.
     begins: Vec<u64>,
     /// The next chunk to be copied.
@@ -33,12 +36,20 @@ impl Snapshot {
             total = total.saturating_add(file.size).next_multiple_of(PAGE);
         }
         check_memory(total, "a snapshot")?;
-        Ok(Snapshot { memory: Anonymous::new(total)?, begins, next: AtomicUsize::new(0) })
+        let memory = Anonymous::new(total)?;
+        let at = memory.at() as u64;
+        Ok(Snapshot { memory: Mutex::new(Some(memory)), at, begins, next: AtomicUsize::new(0) })
+    }
+
+    /// Gives the memory back. Nothing may read or write it from now on.
+    pub(super) fn release(&self) {
+        let memory = lock(&self.memory).take();
+        drop(memory);
     }
 
     /// The address of a byte of a file.
     pub(super) fn place(&self, file: usize, offset: u64) -> u64 {
-        self.memory.at() as u64 + self.begins[file] + offset
+        self.at + self.begins[file] + offset
     }
 
     /// A chunk as it is written: out of the snapshot.
