@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from penstock._placements import chunk
-from penstock._save_parts import Had, Owned, Plan, nbytes_of, planned, sequence
+from penstock._save_parts import Had, Owned, Plan, nbytes_of, planned, sent_kinds, sequence
 
 
 def rows(size: int, ranks: int, rank: int, columns: int = 4) -> list[list[tuple[int, int, int]]]:
@@ -131,3 +131,11 @@ def test_bytes_of_tensors() -> None:
         count = {(): 1, (3, 2): 6, (0,): 0}[shape]
         bits = {"F32": 32, "F4": 4, "U8": 8}[dtype]
         assert nbytes_of(dtype, shape) == count * bits // 8
+
+
+def test_the_kinds_of_memory_that_are_sent() -> None:
+    had = [[Had("t", "F32", (8, 4), rows(8, 2, rank), ("cpu", "cuda")[rank])] for rank in range(2)]
+    plan = planned(had, all_in_one, named)
+    assert plan.tensors[0].owner == 0 and sent_kinds(plan) == {"cuda"}
+    whole = [[Had("t", "F32", (8, 4), None, "cuda")] for _ in range(2)]
+    assert sent_kinds(planned(whole, all_in_one, named)) == set()

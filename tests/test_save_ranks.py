@@ -187,6 +187,7 @@ def test_what_ranks_mean_differently_is_an_error_on_all_of_them(
     placed: Callable[..., Any], model: Path, bucket: Uploads
 ) -> None:
     program = """
+    import time
     mesh = init_device_mesh("cpu", (size,))
     def tried(state, **more):
         try:
@@ -200,6 +201,12 @@ def test_what_ranks_mean_differently_is_an_error_on_all_of_them(
     said["sum"] = tried({"w": partial})
     said["one"] = tried({"w": torch.ones(3) if rank == 0 else "text"})
     said["background"] = tried({"w": torch.ones(3)}, wait=False)
+    for what, more in {"name": {"name": "a/b"}, "size": {"max_shard_size": "much"}, "job": {"wait": False}}.items():
+        began = time.monotonic()
+        said[what] = tried({"w": torch.ones(3)}, **(more if rank == 1 else {}))
+        said[what + " seconds"] = time.monotonic() - began
+    uneven = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False, shape=(3,), stride=(1,))
+    said["local"] = tried({"w": uneven})
     dist.barrier()
     dist.destroy_process_group()
     """
@@ -217,6 +224,11 @@ def test_what_ranks_mean_differently_is_an_error_on_all_of_them(
         assert one["background"][0] == "UnsupportedError"
     assert said[0]["one"][0] == "PeerError" and "cannot save: InvalidError: w is a str" in said[0]["one"][1]
     assert said[1]["one"][0] == "InvalidError"
+    for what in ("name", "size", "job"):
+        assert said[1][what][0] == ("UnsupportedError" if what == "job" else "InvalidError"), said[1][what]
+        assert said[0][what][0] == "PeerError" and f"cannot save: {said[1][what][0]}" in said[0][what][1]
+        assert said[0][what + " seconds"] < 20
+    assert "PeerError" in [one["local"][0] for one in said] and "InvalidError" in [one["local"][0] for one in said]
     assert not bucket.objects and not bucket.under_way
 
 
@@ -277,7 +289,7 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
 ) -> None:
     before = old_checkpoint(bucket)
     old = visible(before)
-    last = {2: 33, 4: 35}[size]  # the number of the last request of such a save
+    last = {2: 32, 4: 32}[size]  # the number of the last request of such a save
     killer = Killer(point * last // 19)
     bucket.refuses = killer
     number = 0 if victim == "first" else size - 1
@@ -367,6 +379,10 @@ began =""",
     strays = after.keys() - before.keys()
     assert strays, "files of the rank that was killed stay, and no index names them"
     assert sorted(penstock.open(folder).keys()) == ["old0", "old1", "old2"]
+    for name in before:
+        (folder / name).unlink()
+    with pytest.raises(penstock.NotFoundError, match="no index names model-s"):  # as in a folder that was new
+        penstock.open(folder)
     # The next save removes them
     penstock.save({"new": torch.ones(3)}, folder)
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
@@ -386,3 +402,177 @@ def test_ranks_replace_what_a_single_process_has_saved(
     assert same(in_bucket(bucket), load_file(model))
     assert {Path(key).name for key in bucket.objects} == set(said[0]["files"])
     assert load(bucket).keys() == load_file(model).keys()
+
+
+@pytest.mark.parametrize("place", ["bucket", "folder"])
+def test_nothing_of_a_new_place_can_be_opened_before_the_index_is_there(
+    placed: Callable[..., Any], model: Path, bucket: Uploads, tmp_path: Path, place: str
+) -> None:
+    """Rank 1 has its files, and rank 0 none: nobody takes the one for a checkpoint."""
+    program = TRIED.replace(
+        "began =",
+        """
+if rank == 0:
+    from penstock import _save_ranks
+    def failing(self, *args):
+        while not checked():
+            time.sleep(0.01)
+        raise penstock.WriteError("on purpose")
+    def checked():
+        try:
+            penstock.open(place if "://" not in place else place + "/", storage=storage)
+        except penstock.NotFoundError as error:
+            said["refused"] = str(error)
+            return "no index names" in str(error)
+        said["opened"] = True
+        return True
+    _save_ranks._RankSave._check_files = failing
+began =""",
+    )
+    at = PLACE if place == "bucket" else str(tmp_path / "new")
+    with placed(program, 2, model, place=at, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert "opened" not in said[0] and "no index names model-s" in said[0]["refused"], said[0]
+    assert said[0]["error"] == "WriteError" and said[1]["error"] == "PeerError"
+    assert not bucket.objects and not list((tmp_path / "new").glob("*"))
+
+
+def test_messages_of_a_failed_save_are_not_those_of_the_next_one(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    """Rank 1 has begun to send a tensor when rank 0 fails. The next save of the same group has other values."""
+    program = """
+    import time
+    from penstock import _gathering
+    mesh = init_device_mesh("cpu", (size,))
+    def state(value):
+        return {"w": distribute_tensor(torch.full((400, 30), value), mesh, [S(0)], src_data_rank=None)}
+    receive, send = _gathering.Messages.receive, _gathering.Messages.send
+    def failing(self, *args):
+        store.wait(["sent"])
+        time.sleep(0.5)  # the message is on its way
+        raise penstock.WriteError("on purpose")
+    def sending(self, *args):
+        store.set("sent", "")
+        return send(self, *args)
+    _gathering.Messages.receive, _gathering.Messages.send = failing, sending
+    try:
+        penstock.save(state(1.0), place, group=mesh, storage=given_storage)
+    except penstock.PenstockError as error:
+        said["error"] = type(error).__name__
+    _gathering.Messages.receive, _gathering.Messages.send = receive, send
+    penstock.save(state(2.0), place, group=mesh, storage=given_storage)
+    """
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert sorted(one["error"] for one in said) == ["PeerError", "WriteError"]
+    assert torch.equal(in_bucket(bucket)["w"], torch.full((400, 30), 2.0))
+
+
+def test_a_group_whose_backend_mixes_messages_is_refused_after_a_failed_save(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = """
+    from penstock import _gathering, _save_ranks
+    mesh = init_device_mesh("cpu", (size,))
+    _gathering._TAGGED = ()  # as if gloo were NCCL
+    state = {"w": distribute_tensor(torch.ones(40, 30), mesh, [S(0)], src_data_rank=None)}
+    def tried(**more):
+        try:
+            penstock.save(state, place, group=mesh, storage=given_storage, **more)
+        except penstock.PenstockError as error:
+            return [type(error).__name__, str(error)]
+    said["unlike"] = tried(max_shard_size=100 + rank)
+    said["fine"] = tried()
+    if rank == 1:
+        def failing(self, plan):
+            raise penstock.WriteError("on purpose")
+        _save_ranks._RankSave._publish = failing
+    said["failed"] = tried()
+    said["refused"] = tried()
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert [one["failed"][0] for one in said] == ["PeerError", "WriteError"]
+    for one in said:
+        assert one["unlike"][0] == "PlanMismatchError" and one["fine"] is None, "nothing was sent, or all of it"
+        assert one["refused"][0] in ("InvalidError", "PeerError"), one
+        assert "an earlier save with it has failed" in one["refused"][1] and "gloo" in one["refused"][1]
+
+
+def test_a_backend_that_cannot_send_the_memory_is_refused_before_anything_begins(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = """
+    from penstock import _save_ranks
+    mesh = init_device_mesh("cpu", (size,))
+    _save_ranks.device_kind = lambda value: kind  # as if the parts were there
+    try:
+        state = {"w": distribute_tensor(torch.ones(40, 30), mesh, [S(0)], src_data_rank=None)}
+        penstock.save(state, place, group=mesh, storage=given_storage)
+    except penstock.PenstockError as error:
+        said["error"], said["text"] = type(error).__name__, str(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    for kind, text in {"cuda": "its backend for cuda devices is gloo", "tpu": "no backend for tpu devices"}.items():
+        with placed(program, 2, model, place=PLACE, kind=kind, given_storage=settings(bucket)) as ranks:
+            said = ranks.all()
+        assert all(one["error"] == "InvalidError" and text in one["text"] for one in said), said
+        assert not bucket.requests
+
+
+def test_a_rank_outside_a_mesh_has_nothing_of_its_tensors(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = """
+    inner = DeviceMesh("cpu", [1, 2])
+    state = {
+        "w": distribute_tensor(torch.arange(12.0).view(4, 3), inner, [S(0)], src_data_rank=None),
+        "scalar": DTensor.from_local(torch.tensor(7.0 if rank else 0.0), inner, [R], run_check=False),
+        "all": torch.arange(5),
+    }
+    report = penstock.save(state, place, group=dist.group.WORLD, storage=given_storage)
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    with placed(program, 3, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        ranks.all()
+    expected = {"w": torch.arange(12.0).view(4, 3), "scalar": torch.tensor(7.0), "all": torch.arange(5)}
+    assert same(in_bucket(bucket), expected)
+
+
+def test_a_rank_that_writes_no_index_asks_nothing_about_the_place(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = """
+    state = {f"stage{rank}": torch.full((3, 2), float(rank))} if rank < 2 else {}
+    penstock.save(state, place, group=(store, rank, size), storage=given_storage)
+    """
+    with placed(program, 3, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        ranks.all()
+    heads = [key for method, key, *_ in map(tuple, bucket.requests) if method == "HEAD"]
+    assert not [key for key in heads if "-s" in key or key.rstrip("/") == PLACE.split("/", 3)[3]], heads
+
+
+def test_work_of_the_current_streams_is_waited_for_also_for_tensors_that_are_packed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread packs and sends them, on a stream of its own."""
+    from types import SimpleNamespace
+
+    from penstock._describing import Described, synchronize
+
+    waited: list[str] = []
+
+    def current_stream(device: object) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(str(device)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    late = SimpleNamespace(device=torch.device("cuda", 1))
+    there = SimpleNamespace(device=torch.device("cuda", 0))
+    synchronize([Described("F32", (2, 3), None, None, late), Described("F32", (6,), 0, 4096, there)])
+    synchronize([Described("F32", (2, 3), None, None, torch.ones(3, 2).t())])
+    assert sorted(waited) == ["0", "cuda:1"]

@@ -154,6 +154,16 @@ def synchronize(tensors: list[Described]) -> None:
     used = torch.cuda.is_initialized()
     for gpu in {t.gpu for t in tensors if t.gpu is not None and (used or not isinstance(t.keep, DLTensor))}:
         torch.cuda.current_stream(gpu).synchronize()
+    # Another thread, with a stream of its own, may pack those that are not in memory as they are saved.
+    for device in {t.keep.device for t in tensors if t.address is None and device_kind(t.keep) != "cpu"}:
+        current = getattr(getattr(torch, device.type, None), "current_stream", None)
+        if current is not None:  # MPS has one stream, and no such call
+            current(device).synchronize()
+
+
+def device_kind(value: Any) -> str:
+    """The kind of device that a tensor is on, such as "cuda"."""
+    return str(getattr(getattr(value, "device", None), "type", "cpu"))
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | None:

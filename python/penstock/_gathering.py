@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from itertools import product
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from ._dtypes import DTYPES
 from ._errors import InvalidError, LimitError
@@ -18,8 +22,12 @@ from ._selection import Axes
 
 T = TypeVar("T")
 
-#: The tag of our messages: a program's own messages have others.
-_TAG = 0x70656E
+#: The kinds of memory that messages of a backend can carry. Of other backends: those that torch uses them for.
+_CARRIES = {"gloo": ("cpu",), "nccl": ("cuda",)}
+#: Backends that keep messages of different tags apart.
+_TAGGED = ("gloo",)
+#: By process group: why its messages cannot be told from those of a save that failed.
+_LEFT: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 class MessageError(Exception):
@@ -30,11 +38,13 @@ class Messages:
     """Messages of this rank, one after the other, on a thread that can be left behind: a rank that waits for one must
     notice that its sender is gone, and Ctrl-C.
 
-    After an error a message may be under way for ever. Its memory belongs to the thread.
+    After an error a message may be under way for ever. Its memory belongs to the thread. The messages of another save
+    have another ``tag``.
     """
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, tag: int) -> None:
         self._group, self._ranks = _process_group(group, rank, size)
+        self._tag = tag
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._room: dict[str, Any] = {}
@@ -47,7 +57,7 @@ class Messages:
             from torch import distributed
 
             with _on(tensor.device):
-                distributed.send(packed(tensor), self._ranks[to], group=self._group, tag=_TAG)
+                distributed.send(packed(tensor), self._ranks[to], group=self._group, tag=self._tag)
 
         self._do(work, look)
 
@@ -67,7 +77,7 @@ class Messages:
                     self._room.pop(kind, None)  # never both
                     self._room[kind] = room = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 found = room[:nbytes]
-                distributed.recv(found, self._ranks[of], group=self._group, tag=_TAG)
+                distributed.recv(found, self._ranks[of], group=self._group, tag=self._tag)
                 return found.cpu()
 
         return self._do(work, look)
@@ -127,6 +137,73 @@ def _process_group(group: Any, rank: int, size: int) -> tuple[Any, Sequence[int]
         "group: parts of tensors are on several ranks, and a store brings them nowhere: give a process group or a "
         "DeviceMesh of these ranks"
     )
+
+
+def new_tag() -> int:
+    """A tag for the messages of one save: a large number, so a program's own messages have others."""
+    return 1 << 30 | int.from_bytes(os.urandom(4), "big") >> 2
+
+
+def why_unsendable(group: Any, rank: int, size: int, kinds: Collection[str]) -> str | None:
+    """Why messages of this group cannot carry memory of these kinds of devices. None: they can, or there are none."""
+    if not kinds:
+        return None
+    try:
+        backends = _backends(_process_group(group, rank, size)[0])
+    except InvalidError as error:
+        return error.message
+    for kind in sorted(kinds):
+        backend = backends.get(kind)
+        if backend is None:
+            return f"group: it has no backend for {kind} devices, and parts of tensors are on them"
+        if kind not in _CARRIES.get(backend, (kind,)):
+            return (
+                f"group: its backend for {kind} devices is {backend}, which sends no memory of them, and parts of "
+                f"tensors are there: give a group with another backend for {kind}"
+            )
+    return None
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """The backends of a process group, by kinds of devices."""
+    from torch import distributed
+
+    found: dict[str, str] = {}
+    for pair in distributed.get_backend_config(group).split(","):
+        kind, _, backend = pair.partition(":")
+        found[kind] = backend
+    return found
+
+
+def mark_failed(group: Any, rank: int, size: int) -> None:
+    """A save of this group has failed: a message of it may still come, where the backend does not keep tags apart."""
+    if "torch.distributed" not in sys.modules:
+        return  # the group is a store, which sends nothing
+    with suppress(Exception):  # so it may be here, or the group is gone
+        found = _process_group(group, rank, size)[0]
+        mixing = sorted(set(_backends(found).values()) - set(_TAGGED))
+        if mixing:
+            _LEFT[_not_none(found)] = (
+                f"group: an earlier save with it has failed. Messages of {', '.join(mixing)} that were on their way "
+                "then could be taken for those of this save: make a new process group"
+            )
+
+
+def check_unmarked(group: Any, rank: int, size: int) -> None:
+    """Raises InvalidError if messages of a save that failed may still come."""
+    why = None
+    if not _LEFT:
+        return
+    with suppress(InvalidError):  # a store sends nothing
+        why = _LEFT.get(_not_none(_process_group(group, rank, size)[0]))
+    if why is not None:
+        raise InvalidError(why)
+
+
+def _not_none(group: Any) -> Any:
+    from torch import distributed
+
+    return distributed.group.WORLD if group is None else group
 
 
 class _on:

@@ -174,6 +174,10 @@ def _of_dtensor(value: Any) -> Memory:
     return to
 
 
+#: What to do with a DTensor whose parts are not known, for loads.
+ADVICE = "pad the tensor, or load the part with a list of Destination"
+
+
 class LocalPart(NamedTuple):
     """A DTensor's local shard, as a part of the whole."""
 
@@ -208,7 +212,7 @@ def part_of_dtensor(value: Any, dtype: str, local: tuple[int, ...]) -> LocalPart
     if fitting:
         problem = (
             f"{placed_so}, which does not divide it evenly: FSDP2 and distribute_tensor make different "
-            "local shards of it: pad the tensor, or load the part with a list of Destination"
+            f"local shards of it: {ADVICE}"
         )
     else:
         problem = f"{placed_so}: its local shard has shape {list(local)}, and this rank's is {list(shape_of(axes))}"

@@ -300,42 +300,50 @@ def save(
         name: The name of the file. The names of shards are made from it.
         group: The ranks that save one checkpoint together: a process group, a `DeviceMesh`, or (store, rank, size).
             Each rank gives its own tensors; a `DTensor` is saved whole, from the parts that ranks have of it. A plain
-            tensor that several ranks have by one name is saved once. The files have names that no other save has, and
-            an index. Not with ``wait=False``.
+            tensor that several ranks have by one name is saved once: their bytes are not compared. The files have names
+            that no other save has, and an index. Not with ``wait=False``.
 
     The other arguments, the report and the errors are those of `save_file`. ``files`` in the report lists the names of
     the files. If a file of an earlier save cannot be removed, the error says so, and the new files have their names.
     With ``group``, ``PeerError`` says which rank is gone or has failed, and ``PlanMismatchError`` what does not fit.
     The report is that of this rank's files, and ``files`` lists those of all ranks.
     """
-    _check_wait(wait, snapshot)
-    tensors: Mapping[str, Any] = tensors_or_module
-    more: dict[str, str] = {}
-    if not isinstance(tensors_or_module, Mapping):
-        tensors, more = _of_module(tensors_or_module, group is not None)
-    if not isinstance(name, str) or _split(name)[1] != name or not name:
-        raise InvalidError(f"name={name!r}: give a file name")
-    if os.fsencode(name).decode("utf-8", "replace") != name:
-        raise InvalidError(f"name={name!r}: this is not UTF-8, and an index (JSON) cannot name such files")
-    metadata = {**more, **(metadata or {})} if more or metadata is not None else None
-    most = size_of(max_shard_size)
-    request = SaveRequest(
-        _folder(directory), name, metadata, most, layout, order, fsync, options, storage, checkpoint=True
-    )
-    if group is not None:
-        if not wait:
+
+    def ask() -> tuple[SaveRequest, Mapping[str, Any]]:
+        """The arguments, checked. Raises on each rank by itself."""
+        _check_wait(wait, snapshot)
+        if group is not None and not wait:
             text = "wait=False: ranks that save together need the group until the save is done: give group= without it"
             raise UnsupportedError(text)
+        tensors, more = tensors_or_module, {}
+        if not isinstance(tensors_or_module, Mapping):
+            tensors, more = _of_module(tensors_or_module, group is not None)
+        both = {**more, **(metadata or {})} if more or metadata is not None else None
+        most, place = size_of(max_shard_size), _folder(directory)
+        _check_name(name)
+        return SaveRequest(place, name, both, most, layout, order, fsync, options, storage, checkpoint=True), tensors
+
+    if group is None:
+        request, tensors = ask()
+    else:
         with importing():
             from . import _save_ranks
-        tensors, several = _save_ranks.prepared(tensors, group)
-        if several:
-            return _save_ranks.save(request, tensors, group, progress)
+        if _save_ranks.are_several(group):
+            return _save_ranks.save(ask, group, progress)
+        request, tensors = ask()
+        tensors = _save_ranks.of_one_rank(tensors)
     if not wait:
         return _start(request, tensors, progress, snapshot)
     report, files = _write(request, tensors, progress)
     report["files"] = files
     return report
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or _split(name)[1] != name or not name:
+        raise InvalidError(f"name={name!r}: give a file name")
+    if os.fsencode(name).decode("utf-8", "replace") != name:
+        raise InvalidError(f"name={name!r}: this is not UTF-8, and an index (JSON) cannot name such files")
 
 
 def _of_module(module: Any, of_ranks: bool) -> tuple[dict[str, Any], dict[str, str]]:

@@ -241,3 +241,9 @@ def sequence(plan: Plan) -> list[int]:
                 due.append((at, file.owner, number))
             begun[file.owner] = at + tensor.nbytes
     return [number for _, _, number in sorted(due, key=lambda one: one[:2])]
+
+
+def sent_kinds(plan: Plan) -> set[str]:
+    """The kinds of devices whose memory ranks send each other."""
+    sent = (piece for one in plan.tensors if one.nbytes for piece in one.pieces if piece.rank != one.owner)
+    return {piece.kind for piece in sent}

@@ -3,8 +3,9 @@
 1. The ranks meet (`Watch`), and from then on notice if one is gone. Each says what it has, and rank 0 makes the plan.
 2. Rank 0 begins its save, and the others after it: it lists what was there before.
 3. Parts of tensors come to their owners in one order. A rank that waits looks at the others.
-4. Files become whole, under names that no reader looks for. Each rank says so, and from then on asks before it
-   removes them.
+4. Files become whole, under names with a tag: readers of this library pass over them until an index names them. A
+   program that takes every file of a folder finds them. Each rank says that its own are whole, and from then on asks
+   before it removes them.
 5. The rank that asks first decides, see `_Ranks.decide`. Rank 0 asks when all are ready, and makes the index visible.
    A rank that gives up asks too: if it is first, nothing becomes visible, and each rank removes its files.
 """
@@ -16,7 +17,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,25 +25,27 @@ from typing import Any, NamedTuple
 from . import _core, _running
 from ._core import Options
 from ._described import Described
-from ._describing import checked_metadata, describe, synchronize
+from ._describing import checked_metadata, describe, device_kind, synchronize
 from ._errors import ArgumentTypeError, InvalidError, NotFoundError, PeerError, PenstockError, PlanMismatchError
 from ._events import observe
-from ._gathering import MessageError, Messages, Whole, packed
+from ._gathering import MessageError, Messages, Whole, check_unmarked, mark_failed, new_tag, packed, why_unsendable
 from ._group import Watch
 from ._member import member_of, new_group
-from ._memory import is_dtensor, part_of_dtensor
+from ._memory import ADVICE, is_dtensor, part_of_dtensor
 from ._paths import is_web
 from ._patience import LOOK, asking, patiently
 from ._placements import shape_of
 from ._progress import Meter, Progress
 from ._report import Report
-from ._save_parts import Had, Owned, Piece, Plan, nbytes_of, planned, sequence
+from ._save_parts import Had, Owned, Piece, Plan, nbytes_of, planned, sent_kinds, sequence
 from ._saving import SaveRequest, begin, report_of, supply
 
 #: Seconds for which rank 0 waits until it sees the files of other ranks: some network file systems show them late.
 _SHOWN = 10.0
 #: Seconds for which a rank waits for the last word of a rank that is gone.
 _LAST_WORD = 1.0
+#: What to do with a DTensor whose parts are not known.
+_ADVICE = "pad the tensor, or save the result of its `full_tensor()`, which counts as a replica on each rank"
 _SUFFIX = ".safetensors"
 _PUBLISH, _GIVE_UP = b"publish", b"give up"
 _VISIBLE, _HIDDEN, _UNKNOWN = b"visible", b"hidden", b"unknown"
@@ -51,21 +54,27 @@ _VISIBLE, _HIDDEN, _UNKNOWN = b"visible", b"hidden", b"unknown"
 class _Local(NamedTuple):
     """A tensor of this rank, or its part of one."""
 
-    had: Had
+    had: Had | None
+    """None: this rank is not in the DTensor's mesh, and has nothing of it."""
     described: Described
     tensor: Any
 
 
-def prepared(tensors: Mapping[str, Any], group: Any) -> tuple[Mapping[str, Any], bool]:
-    """The tensors, and whether several ranks save them. A rank that is alone has all of its DTensors."""
-    if member_of(group).size > 1:
-        return tensors, True
-    return {name: _alone(name, value) if is_dtensor(value) else value for name, value in tensors.items()}, False
+def are_several(group: Any) -> bool:
+    """Whether several ranks save together."""
+    return member_of(group).size > 1
+
+
+def of_one_rank(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tensors of a rank that saves alone: it has all of its DTensors."""
+    if not isinstance(tensors, Mapping):
+        return tensors  # `described` says what is wrong
+    return {name: _alone(name, value) if is_dtensor(value) else value for name, value in tensors.items()}
 
 
 def _alone(name: str, value: Any) -> Any:
     local = _local(name, value)
-    if local.had.axes is not None and shape_of(local.had.axes) != local.had.shape:
+    if local.had is None or (local.had.axes is not None and shape_of(local.had.axes) != local.had.shape):
         raise InvalidError(f"tensor {name} has parts on ranks that are not in group=", tensor=name)
     return local.tensor
 
@@ -74,26 +83,25 @@ def _local(name: str, value: Any) -> _Local:
     """A tensor as the ranks' plan has it."""
     if not is_dtensor(value):
         known = describe(name, value)
-        return _Local(Had(name, known.dtype, known.shape, None, _kind(value)), known, value)
+        return _Local(Had(name, known.dtype, known.shape, None, device_kind(value)), known, value)
     local = value.detach().to_local()
     known = describe(name, local)
     part = part_of_dtensor(value, known.dtype, known.shape)
     if part.problem is not None:
-        problem = part.problem.replace("cannot be loaded", "cannot be saved")
+        problem = part.problem.replace("cannot be loaded", "cannot be saved").replace(ADVICE, _ADVICE)
         raise InvalidError(f"tensor {name} {problem}", tensor=name)
-    nothing = [[(0, 0, 1)] for _ in part.whole]
-    axes = part.axes if part.axes is not None else nothing
-    return _Local(Had(name, known.dtype, part.whole, axes, _kind(local)), known, local)
-
-
-def _kind(value: Any) -> str:
-    return str(getattr(getattr(value, "device", None), "type", "cpu"))
+    had = None if part.axes is None else Had(name, known.dtype, part.whole, part.axes, device_kind(local))
+    return _Local(had, known, local)
 
 
 class _Ranks(Watch):
     """The ranks of one save."""
 
     _doing = "save"
+    is_planned = False
+    """The plan is known: messages may be under way."""
+    is_common = False
+    """All ranks have the error of this one, by themselves."""
 
     @property
     def rank(self) -> int:
@@ -104,8 +112,8 @@ class _Ranks(Watch):
         return self._size
 
     def tell(self, error: BaseException) -> None:
-        """The others hear why this rank gives up. What differs all ranks see by themselves."""
-        if not isinstance(error, PlanMismatchError):
+        """The others hear why this rank gives up. What differs all ranks see by themselves. Idempotent."""
+        if not isinstance(error, PlanMismatchError) and not self.is_common:
             with suppress(BaseException):
                 self._fail(error)
 
@@ -156,31 +164,37 @@ class _Ranks(Watch):
         return self._store.get(key) if there else b""
 
 
-def save(request: SaveRequest, tensors: Mapping[str, Any], group: Any, progress: Progress) -> Report:
-    """Saves this rank's part of a checkpoint, with all other ranks of the group."""
-    with observe("save", request.shown) as seen:
-        owner, lost = os.getpid(), None
-        ranks = _Ranks(new_group(group))
-        try:
-            with ranks:
-                options = request.check()
-                if not isinstance(tensors, Mapping):
-                    raise ArgumentTypeError(f"tensors: expected a dict of tensors, but got a {type(tensors).__name__}")
-                local = {name: _local(name, value) for name, value in tensors.items()}
-                synchronize([one.described for one in local.values()])
-                ranks.meet(options, ("", "", "ranks that save together", "save", "0"))
+def save(ask: Callable[[], tuple[SaveRequest, Mapping[str, Any]]], group: Any, progress: Progress) -> Report:
+    """Saves this rank's part of a checkpoint, with all other ranks of the group.
+
+    ``ask``: for the arguments, which are checked then. The other ranks hear what is wrong with them.
+    """
+    owner, lost = os.getpid(), None
+    ranks = _Ranks(new_group(group))
+    try:
+        check_unmarked(group, ranks.rank, ranks.size)
+        request, tensors = ask()
+        with observe("save", request.shown) as seen:
+            options = request.check()
+            if not isinstance(tensors, Mapping):
+                raise ArgumentTypeError(f"tensors: expected a dict of tensors, but got a {type(tensors).__name__}")
+            local = {name: _local(name, value) for name, value in tensors.items()}
+            synchronize([one.described for one in local.values()])
+            ranks.meet(options, ("", "", "ranks that save together", "save", "0"))
             what = f"a save of ranks to {request.shown}"
             with _running.under_way(what), Meter(progress, "save", seen) as meter:
                 report = _RankSave(request, options, local, ranks, group, meter).run()
             seen.add(report)
-            return report
-        except BaseException as error:
-            lost = error.rank if isinstance(error, PeerError) else None
-            ranks.tell(error)
-            raise
-        finally:
-            if os.getpid() == owner:
-                ranks.clean(lost)
+        return report
+    except BaseException as error:
+        lost = error.rank if isinstance(error, PeerError) else None
+        ranks.tell(error)
+        if ranks.is_planned and os.getpid() == owner:
+            mark_failed(group, ranks.rank, ranks.size)
+        raise
+    finally:
+        if os.getpid() == owner:
+            ranks.clean(lost)
 
 
 class _RankSave:
@@ -199,6 +213,8 @@ class _RankSave:
         self._ranks, self._rank, self._group, self._meter = ranks, ranks.rank, group, meter
         self._save: _core.Save | None = None
         self._messages: Messages | None = None
+        self._tag = 0
+        """The tag of this save's messages."""
         self._mine: dict[int, int] = {}
         """The numbers of this rank's tensors in its own save, by their numbers in the plan."""
         self._listed: list[tuple[str, Described]] = []
@@ -218,6 +234,7 @@ class _RankSave:
             report["files"] = [*(file.name for file in plan.files), self._index_name()]
             return report
         except BaseException as error:
+            self._ranks.tell(error)  # first: to clear the place takes seconds
             self._give_up(error)
             raise
         finally:
@@ -235,7 +252,7 @@ class _RankSave:
 
     def _agreed(self) -> Plan:
         """The plan of all ranks. This rank's save has begun."""
-        has = [self._arguments(), [one.had for one in self._local.values()]]
+        has = [self._arguments(), [one.had for one in self._local.values() if one.had is not None]]
         self._ranks.say("has", zlib.compress(json.dumps(has).encode(), 1))
         if self._rank == 0:
             try:
@@ -243,16 +260,28 @@ class _RankSave:
             except PlanMismatchError as error:
                 self._say_plan({"mismatch": [error.message, error.ranks, error.tensor]})
                 raise
+            if why := why_unsendable(self._group, 0, self._ranks.size, sent_kinds(plan)):
+                self._say_plan({"unsendable": why})
+                raise self._unsendable(why)
+            self._tag = new_tag()
             self._begin(plan)  # before the others: it lists what is there
-            self._say_plan({"plan": plan})
+            self._ranks.is_planned = True
+            self._say_plan({"plan": plan, "tag": self._tag})
             return plan
         found = json.loads(zlib.decompress(self._ranks.first("plan")))
         if "mismatch" in found:
             message, odd, tensor = found["mismatch"]
             raise PlanMismatchError(message, ranks=odd, tensor=tensor)
-        plan = Plan.unpacked(found["plan"])
+        if "unsendable" in found:
+            raise self._unsendable(found["unsendable"])
+        plan, self._tag = Plan.unpacked(found["plan"]), found["tag"]
+        self._ranks.is_planned = True
         self._begin(plan)
         return plan
+
+    def _unsendable(self, why: str) -> InvalidError:
+        self._ranks.is_common = True
+        return InvalidError(f"{why}; nothing was written")
 
     def _say_plan(self, what: Mapping[str, Any]) -> None:
         self._ranks.say("plan", zlib.compress(json.dumps(what).encode(), 1))
@@ -356,7 +385,7 @@ class _RankSave:
 
     def _messages_of(self) -> Messages:
         if self._messages is None:
-            self._messages = Messages(self._group, self._rank, self._ranks.size)
+            self._messages = Messages(self._group, self._rank, self._ranks.size, self._tag)
         return self._messages
 
     def _send(self, tensor: Owned) -> None:
