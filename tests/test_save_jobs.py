@@ -351,7 +351,8 @@ def test_a_warning_that_is_an_error_keeps_no_save_from_being_closed(bucket: Uplo
     code = f"""
 import warnings, numpy, penstock
 warnings.simplefilter("error")
-jobs = [penstock.save({{"w": numpy.arange(3_000_000)}}, {PLACE!r} + n, wait=False, storage={settings(bucket)!r}) for n in "ab"]
+state, storage = {{"w": numpy.arange(3_000_000)}}, {settings(bucket)!r}
+jobs = [penstock.save(state, {PLACE!r} + n, wait=False, storage=storage) for n in "ab"]
 """
     run = torch_python(code)
     assert "was given up, because the program ended" in run.stderr

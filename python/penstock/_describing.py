@@ -155,7 +155,8 @@ def synchronize(tensors: list[Described]) -> None:
     for gpu in {t.gpu for t in tensors if t.gpu is not None and (used or not isinstance(t.keep, DLTensor))}:
         torch.cuda.current_stream(gpu).synchronize()
     # Another thread, with a stream of its own, may pack those that are not in memory as they are saved.
-    for device in {t.keep.device for t in tensors if t.address is None and device_kind(t.keep) != "cpu"}:
+    late: list[Any] = [t.keep for t in tensors if t.address is None and device_kind(t.keep) != "cpu"]
+    for device in {tensor.device for tensor in late}:
         current = getattr(getattr(torch, device.type, None), "current_stream", None)
         if current is not None:  # MPS has one stream, and no such call
             current(device).synchronize()

@@ -315,7 +315,8 @@ def save(
         if group is not None and not wait:
             text = "wait=False: ranks that save together need the group until the save is done: give group= without it"
             raise UnsupportedError(text)
-        tensors, more = tensors_or_module, {}
+        tensors: Mapping[str, Any] = tensors_or_module
+        more: dict[str, str] = {}
         if not isinstance(tensors_or_module, Mapping):
             tensors, more = _of_module(tensors_or_module, group is not None)
         both = {**more, **(metadata or {})} if more or metadata is not None else None
