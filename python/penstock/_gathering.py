@@ -145,7 +145,7 @@ def new_tag() -> int:
 
 
 def why_unsendable(group: Any, rank: int, size: int, kinds: Collection[str]) -> str | None:
-    """Why messages of this group cannot carry memory of these kinds of devices. None: they can, or there are none."""
+    """The reason why messages of this group cannot carry memory of these kinds of devices; None: they can."""
     if not kinds:
         return None
     try:

@@ -174,7 +174,7 @@ def _of_dtensor(value: Any) -> Memory:
     return to
 
 
-#: What to do with a DTensor whose parts are not known, for loads.
+#: The advice for a DTensor whose parts are not known, in loads.
 ADVICE = "pad the tensor, or load the part with a list of Destination"
 
 

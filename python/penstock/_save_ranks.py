@@ -44,7 +44,7 @@ from ._saving import SaveRequest, begin, report_of, supply
 _SHOWN = 10.0
 #: Seconds for which a rank waits for the last word of a rank that is gone.
 _LAST_WORD = 1.0
-#: What to do with a DTensor whose parts are not known.
+#: The advice for a DTensor whose parts are not known.
 _ADVICE = "pad the tensor, or save the result of its `full_tensor()`, which counts as a replica on each rank"
 _SUFFIX = ".safetensors"
 _PUBLISH, _GIVE_UP = b"publish", b"give up"
