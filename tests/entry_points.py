@@ -153,8 +153,8 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         return _core.Pull.start([(str(file), str(folder / "pulled"), ("version", 8, 1))], options)
 
     keys = {"endpoint": "http://127.0.0.1:1", "access_key_id": "key", "secret_access_key": "secret"}
-    index = ("m.safetensors.index.json", '{"weight_map": {"a": "m.safetensors"}}')
-    pushed = ([("m.safetensors", str(file))], index, [("config.json", b"{}")], "m.safetensors")
+    index = ("m.safetensors.index.json", '{"weight_map": {"a": "m.safetensors"}}', None)
+    pushed = ([("m.safetensors", str(file))], index, [("config.json", b"{}", str(file))], "m.safetensors")
 
     def bucket() -> _core.Bucket:
         """One whose name cannot be: nobody is asked."""
@@ -276,7 +276,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         ),
         "Pull.wait": Call(pulling, 1.0),
         "Save.start": Call(None, str(folder), "saved.safetensors", tensors, {}, options, **arranged, **kept),
-        "Save.push": Call(None, "https://127.0.0.1/x", *pushed, str(folder / "push.jsonl"), options),
+        "Save.push": Call(None, "https://127.0.0.1/x", *pushed, str(folder / "push.jsonl"), "here", options),
         "Save.wait": Call(saving, 1.0),
         "Bucket.__new__": Call(None, "s3://bucket/x", keys),
         "Bucket.version": Call(bucket, "s3://no bucket/x/y"),

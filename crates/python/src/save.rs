@@ -2,7 +2,7 @@
 
 use crate::errors::{interruptibly, raise};
 use crate::guard::{answer, guarded, letting_go, perform, set_fields, Answer, Held, Listed};
-use crate::load::told;
+use crate::load::{told, Kept};
 use crate::options::Options;
 use crate::storage::stores_of;
 use crate::waiting::patiently;
@@ -29,18 +29,6 @@ type Described = (String, String, Listed<u64>, Option<u32>, Option<u64>);
 #[pyclass(frozen, weakref, module = "penstock._core")]
 pub(crate) struct Save {
     core: Held<Core>,
-}
-
-/// The tensors of a save. The crew drops them when it has ended: they go then, and not when Python next calls us.
-struct KeptTensors(Option<Py<PyAny>>);
-
-impl Drop for KeptTensors {
-    fn drop(&mut self) {
-        let tensors = self.0.take();
-        letting_go(|| {
-            Python::try_attach(|_| drop(tensors));
-        });
-    }
 }
 
 impl Drop for Save {
@@ -161,7 +149,7 @@ impl Save {
                     (Some(gpu), Some(address)) => At::Gpu(gpu, address),
                 });
             }
-            let (options, keep) = (options.0.clone(), Arc::new(KeptTensors(Some(keep))));
+            let (options, keep) = (options.0.clone(), Arc::new(Kept(keep)));
             let folder = location(folder);
             let stores = match &folder {
                 Location::Url(_) => stores_of(py, storage, None)?,
