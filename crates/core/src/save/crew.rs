@@ -1,7 +1,7 @@
 //! The threads that fill slabs and write them. The last to finish gives the files their names.
 
 use super::chunks::{Chunk, ChunkPart, Supply};
-use super::late::{LateWindow, Made, Phase};
+use super::late::{may_be_made, Made, Phase};
 use super::shared::{SaveShared, SaveState};
 use super::snapshot::Snapshot;
 use super::target::{SaveTarget, Written};
@@ -25,7 +25,8 @@ const ASK_AGAIN: Duration = Duration::from_millis(50);
 pub(super) struct Work {
     pub(super) target: Box<dyn SaveTarget>,
     pub(super) shared: SaveShared,
-    pub(super) window: LateWindow,
+    /// Bytes that late tensors in memory may have, if no chunk needs more.
+    pub(super) room: u64,
     pub(super) chunks: Vec<Chunk>,
     pub(super) pieces: Vec<ChunkPart>,
     /// Bytes of each file that are written, where its chunks are written one after the other.
@@ -180,29 +181,49 @@ impl Work {
                 return Ok(());
             }
         }
-        while let Some(chunk) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed)) {
-            if self.shared.is_over() || !self.is_its_turn(chunk) || !self.write_chunk(chunk, &mut devices)? {
+        while let Some((number, chunk)) = self.take_chunk() {
+            if self.shared.is_over() || !self.is_its_turn(chunk) || !self.write_chunk(number, chunk, &mut devices)? {
                 return Ok(());
             }
             if self.snapshot.is_none() {
                 self.let_go(&self.pieces[chunk.pieces.clone()]);
                 self.shared.take_one(self.chunks.len());
             }
-            if self.target.is_in_order(chunk.file) {
-                self.written[chunk.file].store(chunk.offset + chunk.len, Ordering::Relaxed);
-                self.shared.changed.notify_all();
-            }
+            self.has_written(number, chunk);
         }
         Ok(())
     }
 
+    /// The next chunk to be written, with its number.
+    fn take_chunk(&self) -> Option<(usize, &Chunk)> {
+        let mut state = lock(&self.shared.state);
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let chunk = self.chunks.get(number)?;
+        state.under_way.insert(number);
+        Some((number, chunk))
+    }
+
+    /// A chunk was written: others may wait for that.
+    fn has_written(&self, number: usize, chunk: &Chunk) {
+        let mut state = lock(&self.shared.state);
+        state.under_way.remove(&number);
+        let in_order = self.target.is_in_order(chunk.file);
+        if in_order {
+            self.written[chunk.file].store(chunk.offset + chunk.len, Ordering::Relaxed);
+        }
+        if in_order || !state.late.is_empty() {
+            drop(state);
+            self.shared.changed.notify_all();
+        }
+    }
+
     /// Writes a chunk, and counts it; `false` if the save was given up meanwhile.
-    fn write_chunk(&self, chunk: &Chunk, devices: &mut Vec<(u32, Fetch)>) -> Result<bool> {
+    fn write_chunk(&self, number: usize, chunk: &Chunk, devices: &mut Vec<(u32, Fetch)>) -> Result<bool> {
         // Filling ends when late tensors are there, or when the slab has everything.
         let begun = Instant::now();
         let here = match &self.snapshot {
             Some(snapshot) => Cow::Owned(vec![snapshot.piece(chunk)]),
-            None => match self.there(&self.pieces[chunk.pieces.clone()])? {
+            None => match self.there(number, &self.pieces[chunk.pieces.clone()])? {
                 Some(here) => here,
                 None => return Ok(false),
             },
@@ -258,7 +279,7 @@ impl Work {
 
     fn copy_chunk(&self, snapshot: &Snapshot, chunk: &Chunk, devices: &mut Vec<(u32, Fetch)>) -> Result<bool> {
         let begun = Instant::now();
-        let Some(here) = self.there(&self.pieces[chunk.pieces.clone()])? else { return Ok(false) };
+        let Some(here) = self.there(0, &self.pieces[chunk.pieces.clone()])? else { return Ok(false) };
         let (mut waited, is_on_gpu) = (Duration::ZERO, here.iter().any(|piece| matches!(piece.from, Supply::Gpu(..))));
         match self.staging.as_ref().filter(|_| is_on_gpu) {
             Some(staging) => {
@@ -322,13 +343,13 @@ impl Work {
         Ok(Some(ChunkSlab { lease, work: self }))
     }
 
-    /// The pieces, with the addresses of the late tensors; `None` if the save was given up meanwhile.
-    fn there<'a>(&self, pieces: &'a [ChunkPart]) -> Result<Option<Cow<'a, [ChunkPart]>>> {
+    /// The pieces of a chunk, with the addresses of the late tensors; `None` if the save was given up meanwhile.
+    fn there<'a>(&self, number: usize, pieces: &'a [ChunkPart]) -> Result<Option<Cow<'a, [ChunkPart]>>> {
         if !pieces.iter().any(|p| matches!(p.from, Supply::Late(..))) {
             return Ok(Some(Cow::Borrowed(pieces)));
         }
         // An owner that works ahead, and a snapshot, have bounds of their own.
-        if !self.ahead && self.snapshot.is_none() && !self.has_room(pieces) {
+        if !self.ahead && self.snapshot.is_none() && !self.begin_all(number, pieces)? {
             return Ok(None);
         }
         let mut here = pieces.to_vec();
@@ -341,22 +362,30 @@ impl Work {
         Ok(Some(Cow::Owned(here)))
     }
 
-    /// Waits until the late tensors of a chunk may be made; `false` if the save was given up meanwhile.
-    fn has_room(&self, pieces: &[ChunkPart]) -> bool {
+    /// Waits until the late tensors of a chunk may be made, and requests them; `false` if the save was given up meanwhile.
+    fn begin_all(&self, chunk: usize, pieces: &[ChunkPart]) -> Result<bool> {
         let number = |piece: &ChunkPart| match piece.from {
             Supply::Late(number, _) => Some(number),
             _ => None,
         };
-        let (first, last) = (pieces.iter().filter_map(number).min(), pieces.iter().filter_map(number).max());
-        let (Some(first), Some(last)) = (first, last) else { return true };
+        let wanted: Vec<usize> = pieces.iter().filter_map(number).collect();
         let mut state = lock(&self.shared.state);
-        while !self.window.admits(&state.late, first..=last) {
+        loop {
             if self.shared.cancelled.load(Ordering::Relaxed) || state.failed.is_some() || state.outcome.is_some() {
-                return false;
+                return Ok(false);
+            }
+            let is_first = state.under_way.first().is_none_or(|first| *first >= chunk);
+            if may_be_made(&state.late, &wanted, state.held, self.room, is_first) {
+                break;
             }
             state = self.shared.changed.wait_timeout(state, ASK_AGAIN).unwrap_or_else(PoisonError::into_inner).0;
         }
-        true
+        for number in wanted {
+            if state.late[number].is_due() {
+                self.begin_late(&mut state, number)?;
+            }
+        }
+        Ok(true)
     }
 
     /// The address of a late tensor. It is requested from the thread that waits for the save.

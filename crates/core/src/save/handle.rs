@@ -5,7 +5,7 @@ use super::chunks::{cut, At, Supply};
 use super::crew::Work;
 use super::files::FilesTarget;
 use super::journal::PushJournal;
-use super::late::{LateWindow, Phase};
+use super::late::Phase;
 use super::objects::ObjectsTarget;
 use super::plan::SavePlan;
 use super::pushed::PushRequest;
@@ -231,14 +231,13 @@ impl Save {
             staging = Some(Mutex::new(Some(share)));
         }
         report.threads = crew;
-        let window = LateWindow::new(&late, options.staging);
         let is_staged = if snapshot.is_some() { is_direct } else { staged };
         let late_numbers = late.iter().enumerate().map(|(number, late)| (late.tensor, number)).collect();
         let shared = SaveShared::new(began, crew, late, report);
         let work = Arc::new(Work {
             target,
             shared,
-            window,
+            room: options.staging,
             chunks,
             pieces,
             written: plan.files.iter().map(|_| AtomicU64::new(0)).collect(),

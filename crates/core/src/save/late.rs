@@ -3,8 +3,6 @@
 use crate::error::Result;
 use crate::memory::Anonymous;
 use crate::options::HUGE_PAGE;
-use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A tensor that is in memory while chunks with parts of it are written.
 pub(super) struct Late {
@@ -17,36 +15,12 @@ pub(super) struct Late {
     pub(super) phase: Phase,
 }
 
-/// How far ahead of the writes late tensors are made: those that are not written yet have at most `room` bytes, or are of one
-/// chunk.
-pub(super) struct LateWindow {
-    /// Bytes of all late tensors up to each one.
-    ends: Vec<u64>,
-    room: u64,
-    /// The first late tensor that is not written.
-    first: AtomicUsize,
-}
-
-impl LateWindow {
-    pub(super) fn new(late: &[Late], room: u64) -> LateWindow {
-        let mut ends = Vec::with_capacity(late.len());
-        for late in late {
-            ends.push(ends.last().unwrap_or(&0) + late.nbytes);
-        }
-        LateWindow { ends, room, first: AtomicUsize::new(0) }
-    }
-
-    /// True if a chunk with these late tensors may have them made. The chunk that is the furthest behind always may: nothing
-    /// would become free before it is written.
-    pub(super) fn admits(&self, late: &[Late], of_chunk: RangeInclusive<usize>) -> bool {
-        let mut first = self.first.load(Ordering::Relaxed);
-        while late.get(first).is_some_and(|late| late.left == 0) {
-            first += 1;
-        }
-        self.first.store(first, Ordering::Relaxed);
-        let written = first.checked_sub(1).map_or(0, |before| self.ends[before]);
-        *of_chunk.start() <= first || self.ends[*of_chunk.end()] - written <= self.room
-    }
+/// True if the late tensors of a chunk may be made: with them those in memory have at most `room` bytes, or the chunk is the first
+/// one that is not written. That one always goes on, or nothing would become free.
+pub(super) fn may_be_made(late: &[Late], of_chunk: &[usize], held: u64, room: u64, is_first: bool) -> bool {
+    let more: u64 =
+        of_chunk.iter().map(|number| &late[*number]).filter(|late| late.is_due()).map(|late| late.nbytes).sum();
+    is_first || more == 0 || held + more <= room
 }
 
 pub(super) enum Phase {
@@ -115,20 +89,16 @@ mod tests {
     }
 
     #[test]
-    fn tensors_that_are_not_written_fit_into_the_room() {
-        let tensors = late(&[0, 1, 2, 1, 1, 1]);
-        let window = LateWindow::new(&tensors, 30);
-        assert!(window.admits(&tensors, 2..=3), "1, 2 and 3 are not written");
-        assert!(!window.admits(&tensors, 4..=4));
-        assert!(window.admits(&late(&[0, 0, 2, 1, 1, 1]), 4..=4), "1 is written by now");
+    fn tensors_in_memory_fit_into_the_room() {
+        let tensors = late(&[1, 2, 1]);
+        assert!(may_be_made(&tensors, &[0, 1], 10, 30, false));
+        assert!(!may_be_made(&tensors, &[0, 1], 11, 30, false));
+        assert!(may_be_made(&late(&[0, 1, 1]), &[0, 1], 20, 30, false), "0 is written, and is not made again");
+        assert!(may_be_made(&late(&[0, 0, 1]), &[0, 1], 99, 30, false), "none is made");
     }
 
     #[test]
-    fn the_chunk_that_is_the_furthest_behind_always_goes_on() {
-        let tensors = late(&[1, 1, 1]);
-        let window = LateWindow::new(&tensors, 5);
-        assert!(window.admits(&tensors, 0..=1));
-        assert!(!window.admits(&tensors, 1..=2), "the first tensor is not written");
-        assert!(window.admits(&late(&[0, 1, 1]), 1..=2));
+    fn the_first_chunk_that_is_not_written_always_goes_on() {
+        assert!(may_be_made(&late(&[1, 1, 1]), &[0, 1, 2], 99, 5, true));
     }
 }

@@ -4,7 +4,7 @@ use super::late::Late;
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::sync::{lock, Condvar, Mutex};
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -51,6 +51,8 @@ pub(super) struct SaveShared {
 pub(super) struct SaveState {
     pub(super) written: u64,
     pub(super) working: usize,
+    /// Numbers of the chunks that threads of the crew have, and have not written.
+    pub(super) under_way: BTreeSet<usize>,
     /// The crew does not read or write the tensors any more.
     pub(super) rested: bool,
     /// When a chunk was last written, or when a slab for one came after a wait.
@@ -83,6 +85,7 @@ impl SaveShared {
         let state = SaveState {
             written: 0,
             working: crew,
+            under_way: BTreeSet::new(),
             rested: false,
             moved: began,
             slabs: 0,
