@@ -7,7 +7,7 @@ use super::index::Index;
 use super::shard::Shard;
 use crate::error::{Error, ErrorKind, Result};
 use crate::machine;
-use crate::store::{Location, Origin, Version, Watch};
+use crate::store::{descriptor_limit, Location, Origin, Version, Watch};
 use hashbrown::hash_table::Entry as Slot;
 use hashbrown::HashTable;
 use std::collections::btree_map::Entry as MetadataSlot;
@@ -20,6 +20,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 const IN_FLIGHT: usize = 8;
 /// The same of objects in stores: a distant server answers each after two or three round trips.
 const ASKED_AT_ONCE: usize = 64;
+/// Descriptors that one of these questions may take: a connection, what it waits with, and files of a cache.
+const DESCRIPTORS_EACH: u64 = 8;
 
 /// Names listed in one message.
 const SHOWN: usize = 12;
@@ -37,7 +39,7 @@ pub(super) fn read_all<T: Send>(
     let left = files.len();
     // Learning the number of cores takes twenty system calls.
     let threads = match files.iter().any(|file| file.store().is_distant()) {
-        true => left.min(ASKED_AT_ONCE),
+        true => left.min(ASKED_AT_ONCE).min((descriptor_limit() / DESCRIPTORS_EACH).max(1) as usize),
         false if left > IN_FLIGHT => left.min(machine::cores().max(IN_FLIGHT)),
         false => left,
     };

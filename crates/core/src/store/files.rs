@@ -320,7 +320,7 @@ pub fn facts_at(path: &Path) -> Result<Facts> {
 }
 
 /// Descriptors that this process may have.
-pub(in crate::store) fn descriptor_limit() -> u64 {
+pub(crate) fn descriptor_limit() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: writes one rlimit.
     match unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } {

@@ -49,6 +49,7 @@ pub use disk_cache::{
 pub(crate) use facts::file_system;
 pub use facts::{Facts, FsKind};
 pub(crate) use file_objects::local_files;
+pub(crate) use files::descriptor_limit;
 pub use files::{facts_at, Files};
 pub(crate) use fill_after::DiskUse;
 pub use fill_after::{stop_fills, CacheFill, FillState, FillStatus};
