@@ -389,12 +389,20 @@ def test_pickles_are_read_from_a_disk_only(tmp_path, into):
         convert([server("m.bin")], into, progress=False)
 
 
-@pytest.mark.parametrize("address", ["https://a.invalid/there", "s3://bucket/there"])
-def test_nothing_is_uploaded(capsys, monkeypatch, tmp_path, web, address):  # noqa: F811
+@pytest.mark.parametrize(
+    ("address", "status", "says"),
+    [
+        ("https://a.invalid/there", command_line.ERROR, "cannot be written to"),
+        ("s3://bucket/there", command_line.USAGE, "nothing can be written with a signature in the address"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before(capsys, monkeypatch, tmp_path, web, address, status, says):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    assert command_line.main(["convert", web(INDEX), f"{address}?{SECRET}"]) == command_line.USAGE
+    signed = f"{address}?{SECRET}"
+    assert command_line.main(["convert", web(INDEX), signed]) == status
     said = capsys.readouterr().err
-    assert "cannot be written to" in said
-    with pytest.raises(penstock.InvalidError, match="cannot be written to"):
-        convert([web(INDEX)], address)
+    assert says in said and SECRET not in said
+    with pytest.raises(penstock.PenstockError, match=says) as caught:
+        convert([web(INDEX)], signed)
+    assert SECRET not in str(caught.value)
     assert web.close() == [] and list(tmp_path.iterdir()) == []
