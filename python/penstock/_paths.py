@@ -6,7 +6,7 @@ import os
 import re
 
 from . import _core
-from ._errors import ArgumentTypeError, InvalidError, SchemeError
+from ._errors import ArgumentTypeError, InvalidError, SchemeError, UnsupportedError
 
 # RFC 3986, section 3.1
 _SCHEME = r"([A-Za-z][A-Za-z0-9+.-]*)://"
@@ -58,7 +58,11 @@ def target_path(path: str | os.PathLike[str], argument: str) -> str:
     if not is_web(path):
         return local_path(path, argument, written=True)
     text = str(path)
-    if not text.lower().startswith(("http://", "https://")) and _SIGNED.search(text):
+    if text.lower().startswith(("http://", "https://")):
+        # Before anything is read for it
+        why = "web addresses cannot be written to: give a folder, or s3://, gs:// or az://"
+        raise UnsupportedError(f"{argument}={without_secrets(text)!r}: {why}")
+    if _SIGNED.search(text):
         why = "nothing can be written with a signature in the address: give credentials in storage="
         raise InvalidError(f"{argument}={without_secrets(text)!r}: {why}")
     return text
