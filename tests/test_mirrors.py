@@ -162,7 +162,7 @@ def test_a_mirror_that_is_started_again_during_a_load_is_asked_again(slow_bucket
     beside = threading.Thread(target=start_again)
     beside.start()
     # Alone the bucket would need 25 s: it brings 2 MB/s on one connection
-    report = loaded(slow_bucket, model, tmp_path / "b", [address], connections=1, bandwidth=8_000_000)
+    report = loaded(slow_bucket, model, tmp_path / "b", [address], connections=1, bandwidth=4_000_000)
     beside.join()
     assert again == [address]
     # It had brought 4 MiB, and what was on its way

@@ -670,9 +670,9 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     write, to_bytes = penstock._save._write, penstock._save.to_bytes
 
-    def written(tensors: Any, folder: str, name: str, *more: Any, **flags: Any) -> Any:
-        result = write(tensors, folder, name, *more, **flags)
-        done.append(name)
+    def written(request: Any, *more: Any) -> Any:
+        result = write(request, *more)
+        done.append(request.name)
         return result
 
     def returned(*args: Any, **kwargs: Any) -> bytes:

@@ -232,12 +232,12 @@ def refused_by_name():
         return error.busy
     return []
 found = []
-from penstock import _save
-fill = _save._fill
+from penstock import _saving
+fill = _saving.fill
 def watched(*arguments):
     found.append(refused_by_name())
     return fill(*arguments)
-_save._fill = watched
+_saving.fill = watched
 penstock.save_file({"a": numpy.ones((4, 4)).T, "b": numpy.arange(9)[::2]}, folder + "/saved.safetensors")
 assert found and all(f"a save to {folder}" in one for names in found for one in names), found
 penstock.quiesce()

@@ -144,7 +144,10 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     assert same(load(bucket), content(visible(bucket.objects)))
     report = penstock.save(tensors(3), PLACE, max_shard_size=6100, storage=settings(bucket))
     assert same(load(bucket), tensors(3))
-    assert {key.rpartition("/")[2] for key in bucket.objects} == set(report.files), "what the killed save left is gone"
+    names = {key.rpartition("/")[2] for key in bucket.objects}
+    assert set(report.files) <= names
+    # Shards that no index names stay: they might be of a save that is under way
+    assert all(name.startswith("model-") and "-of-" in name for name in names - set(report.files)), names
 
 
 def test_the_kills_are_of_saves_that_are_under_way(requests: dict[tuple[int | None, int | None], int]) -> None:
