@@ -71,10 +71,11 @@ class Killing(Uploads):
         return body
 
 
-def carried_out() -> None:
-    """Waits until every request of a client that is dead is carried out: its connections are closed by then."""
+def carried_out(others: set[threading.Thread]) -> None:
+    """Waits until every request of a client that is dead is carried out: its connections are closed by then. `others`:
+    threads of servers of other tests."""
     until = time.monotonic() + 20 * ordeal.load_factor()
-    while any("process_request_thread" in thread.name for thread in threading.enumerate()):
+    while any("process_request_thread" in thread.name for thread in set(threading.enumerate()) - others):
         assert time.monotonic() < until, "a connection stays"
         time.sleep(0.005)
 
@@ -131,12 +132,13 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     dice = random.Random(number)
     (old, new), count = list(requests.items())[number % 4]
     moment = ("in its body", "before it is carried out", "after it is carried out")[dice.randrange(3)]
+    others = set(threading.enumerate())
     before = prepared(bucket, old)
     client = start(bucket, new)
     bucket.arm(client, dice.randrange(count), moment, dice.random())
     errors = client.communicate()[1].decode()
     assert client.returncode == -9, f"it was not killed, and ended with {client.returncode}: {errors}"
-    carried_out()
+    carried_out(others)
     bucket.number = -1
     was = visible(before)
     for state in states(bucket, before):
