@@ -79,8 +79,8 @@ def filled(model, report):
 """
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
+def write_model(folder: Path) -> Path:
+    """Writes the weights of `MODEL`."""
     torch.manual_seed(3)
     tensors = {"embed.weight": torch.randn(21, 16), "head.weight": torch.randn(21, 16).bfloat16()}
     for block in range(2):
@@ -89,8 +89,13 @@ def model(tmp_path: Path) -> Path:
         tensors |= {f"{at}.down.weight": torch.randn(16, 24)}
         tensors |= {f"{at}.norm.weight": torch.randn(16), f"{at}.norm.bias": torch.randn(16)}
     tensors |= {"gain": torch.randn(3), "steps": torch.tensor(12)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+    save_file(tensors, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path)
 
 
 def test_a_model_of_dtensors_gets_what_each_rank_has_of_it(placed, model):

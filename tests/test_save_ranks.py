@@ -15,7 +15,7 @@ import torch
 from conftest import raw
 from s3_server import error, serving
 from safetensors.torch import load_file, save_file
-from test_into_dtensors import MODEL
+from test_into_dtensors import MODEL, write_model
 from test_uploads import INDEX, PLACE, load, states, visible
 from upload_server import Uploads, settings
 
@@ -52,16 +52,7 @@ def bucket() -> Iterator[Uploads]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    torch.manual_seed(3)
-    tensors = {"embed.weight": torch.randn(21, 16), "head.weight": torch.randn(21, 16).bfloat16()}
-    for block in range(2):
-        at = f"blocks.{block}"
-        tensors |= {f"{at}.up.weight": torch.randn(24, 16), f"{at}.up.bias": torch.randn(24)}
-        tensors |= {f"{at}.down.weight": torch.randn(16, 24)}
-        tensors |= {f"{at}.norm.weight": torch.randn(16), f"{at}.norm.bias": torch.randn(16)}
-    tensors |= {"gain": torch.randn(3), "steps": torch.tensor(12)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+    return write_model(tmp_path)
 
 
 def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import ordeal
 import penstock
 import pytest
-from s3_server import error, serving
+from s3_server import Answer, error, serving
 from upload_server import Uploads, crc32c, settings
 
 PLACE = "s3://bucket/models/one"
@@ -440,6 +440,22 @@ def test_an_object_that_another_program_has_written_meanwhile_is_not_removed(buc
     with pytest.raises(penstock.ChangedError, match="00002-of-00003"):
         penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
     assert bucket.objects == {shard: b"another's"} and not bucket.under_way
+
+
+def test_an_object_stays_if_nobody_knows_whose_it_is(bucket: Uploads) -> None:
+    """The end of its upload brings errors only. The name is one that another save gives too."""
+    shard = "models/one/model-00001-of-00003.safetensors"
+
+    def fails(method: str, key: str, query: dict[str, str]) -> Answer | None:
+        if method == "POST" and key == shard and "uploadId" in query:
+            bucket.objects[shard] = b"another's"
+            return error(500, "InternalError", "We encountered an internal error.")
+        return None
+
+    bucket.refuses = fails
+    with pytest.raises(penstock.PenstockError, match=f"could not be cleared: .*{shard}.*another program's"):
+        penstock.save(**shards(), directory=PLACE, storage=settings(bucket))
+    assert bucket.objects == {shard: b"another's"}
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])

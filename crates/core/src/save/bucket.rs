@@ -33,7 +33,7 @@ impl Bucket {
         self.address.store.identity(&self.address.folder)
     }
 
-    /// The version of an object; `None` if there is none.
+    /// The version of an object; `None` if the object does not exist.
     ///
     /// # Errors
     /// The errors of the server.
@@ -41,7 +41,7 @@ impl Bucket {
         self.ask(at, |at, uploads, watch| uploads.version(at, watch), go_on)
     }
 
-    /// The time since an object was written; `None` if there is none.
+    /// The time since an object was written; `None` if the object does not exist.
     ///
     /// # Errors
     /// The errors of the server.

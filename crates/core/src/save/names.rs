@@ -10,7 +10,7 @@ fn is_of_five_digits(text: &str) -> bool {
     text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit())
 }
 
-/// Whether a save called `name` may have written a file of this name.
+/// True if a save called `name` may have written a file called `found`.
 pub(super) fn belongs(found: &str, name: &str) -> bool {
     let digits = is_of_five_digits;
     let Some(rest) = found.strip_prefix(name.strip_suffix(SUFFIX).unwrap_or(name)) else { return false };

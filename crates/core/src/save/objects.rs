@@ -66,6 +66,8 @@ enum Visible {
 struct ObjectUnderWay {
     at: Location,
     size: u64,
+    /// True if no other save gives this name.
+    is_own_name: bool,
     stage: Mutex<UploadStage>,
 }
 
@@ -192,7 +194,9 @@ impl ObjectsTarget {
             None if plan.is_share => Before::default(),
             None => Before::of_object(&asker, folder.within(&name))?,
         };
-        if plan.index.is_some() && !plan.is_share && plan.files.iter().any(|file| before.may_have(&file.name)) {
+        let is_tagged =
+            plan.index.is_some() && !plan.is_share && plan.files.iter().any(|file| before.may_have(&file.name));
+        if is_tagged {
             plan.tag_shards(&journal.as_ref().map_or_else(new_tag, |journal| journal.tag().to_owned()))?;
         }
         if let Some((name, there)) = checkpoint
@@ -205,6 +209,7 @@ impl ObjectsTarget {
         let object = |file: &FilePlan| ObjectUnderWay {
             at: folder.within(&file.name),
             size: file.size,
+            is_own_name: is_tagged || plan.is_share,
             stage: Mutex::new(UploadStage::Away),
         };
         let objects = plan.files.iter().map(object).collect();
@@ -325,7 +330,14 @@ impl ObjectsTarget {
         match std::mem::replace(&mut *lock(&object.stage), UploadStage::Away) {
             UploadStage::Away => Ok(()),
             UploadStage::Sending(upload) => upload.abort(watch),
-            UploadStage::Finishing(upload) => upload.abort(watch).and_then(|()| remove()),
+            UploadStage::Finishing(upload) if object.is_own_name => upload.abort(watch).and_then(|()| remove()),
+            UploadStage::Finishing(upload) => {
+                upload.abort(watch)?;
+                match is_shard && self.uploads.version(&object.at, watch)?.is_some() {
+                    true => Err(Error::new(ErrorKind::Io, "it may be another program's")),
+                    false => Ok(()),
+                }
+            }
             UploadStage::There(_) => remove(),
         }
     }

@@ -224,10 +224,10 @@ impl SavePlan {
         Ok(self)
     }
 
-    /// Gives the shards other names: `model-TAG-00001-of-00002.safetensors`. The index keeps its own, and names them.
+    /// Gives the shards other names: `model-TAG-00001-of-00002.safetensors`. The index keeps its name, and lists the new ones.
     ///
     /// # Errors
-    /// `Index` if it is none.
+    /// `Index` if the text of the index is invalid.
     pub(super) fn tag_shards(&mut self, tag: &str) -> Result<()> {
         let Some(text) = &mut self.index else { return Ok(()) };
         let none = |why: &str| Error::new(ErrorKind::Index, format!("this is no index: {why}"));

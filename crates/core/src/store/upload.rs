@@ -92,7 +92,7 @@ pub trait Uploads: Send + Sync + Debug {
     /// As for [`begin`](Self::begin); `Changed` if the condition does not hold.
     fn put(&self, at: &Location, bytes: &[u8], condition: &Precondition, watch: &dyn UploadWatch) -> Result<Uploaded>;
 
-    /// The version of an object; `None` if there is none.
+    /// The version of an object; `None` if the object does not exist.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin).
@@ -104,7 +104,7 @@ pub trait Uploads: Send + Sync + Debug {
     /// As for [`begin`](Self::begin).
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()>;
 
-    /// The time since an object was written, by the server's clock; `None` if there is none.
+    /// The time since an object was written, by the server's clock; `None` if the object does not exist.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin).
@@ -173,8 +173,8 @@ pub struct UnfinishedUpload {
 
 /// An object whose parts are being sent.
 pub trait Upload: Send + Sync {
-    /// The server's name of it, with which another process can have it forgotten. `None` where there is none, or where
-    /// the name alone allows to write.
+    /// The server's name of this upload. With it another process can abort the upload. `None` if the service gives no name, or if the
+    /// name alone is a right to write.
     fn name(&self) -> Option<&str> {
         None
     }

@@ -54,7 +54,7 @@ impl<T: PartialEq> Patience<T> {
     }
 }
 
-/// The counter of a process; 0 for this one, of which it says nothing: other threads may receive something.
+/// The beat counter of another process. 0 for this process: its counter also counts other threads.
 fn count_of(beats: Option<&Beats>, process: u32) -> u32 {
     let others = beats.filter(|_| process != own_process());
     others.and_then(|beats| beats.count(process << 16)).unwrap_or_default()

@@ -124,7 +124,7 @@ pub(super) struct HubPlace {
 pub(super) type GoOn<'g> = &'g dyn Fn() -> Result<()>;
 
 impl HubPlace {
-    /// The same place, where the data file of this entry, of which a block was bad, is to be replaced.
+    /// The same place, with the data file to be replaced there: this entry's, which had a bad block.
     pub(super) fn in_place_of(&self, entry: &CacheEntry) -> HubPlace {
         let (layout, file, damaged) = (self.layout.clone(), self.file.clone(), Some(entry.data_identity()));
         HubPlace { layout, file, damaged }

@@ -98,7 +98,7 @@ impl GcsUploads {
         self.courier.send(self.gcs.requests(), &at, &word, body, expected, watch).map_err(|e| e.at(ask.at))
     }
 
-    /// The description of an object; `None` if there is none.
+    /// The description of an object; `None` if the object does not exist.
     fn found(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Value>> {
         let ask = GcsAsk { at, kind: GcsResource::Object, method: "GET", query: &[], fields: String::new() };
         let reply = self.send(&ask, &[], &[404], watch)?;
