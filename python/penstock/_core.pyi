@@ -721,6 +721,22 @@ def pack_wants(
     """The wants of a rank, as bytes for the others."""
 
 @final
+class FirstTouch:
+    """Memory of somebody else that is about to be written to for the first time: it may come in huge pages."""
+
+    @staticmethod
+    def ask(places: Sequence[tuple[int, int]], page_timing: bool | None = None) -> FirstTouch | None:
+        """Asks for huge pages in these places (address, bytes), which are mapped now. Changes no byte.
+
+        Returns None if asking is of no use. ``page_timing`` is that of the options."""
+    def ahead(self, nbytes: int) -> None:
+        """Says that the next so many bytes of the places are about to be written: some of their huge pages are timed. If
+        these are slow, the rest comes in small ones."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes that get huge pages, as long as these are fast."""
+
+@final
 class Leased:
     """Leases on the files that a load has mapped. They last as long as it is there or a view of the load is alive.
 

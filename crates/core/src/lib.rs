@@ -92,6 +92,7 @@ pub mod error;
 pub mod extent;
 pub mod fallback;
 pub mod format;
+pub mod huge_pages;
 pub mod load;
 pub mod machine;
 pub mod mappings;

@@ -1,16 +1,13 @@
 //! Destination memory: where tensors live after the load, and what keeps it alive.
 //!
 //! All private CPU memory of one load is one `Arena`: a single anonymous mapping, aligned to 2 MiB, that asks for huge
-//! pages (unless these turn out to be slow: `Arena::prepare`). Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages in which no other
+//! pages (unless these turn out to be slow: `huge_pages`). Blocks are page-aligned parts of it. A tensor that is dropped gives back the huge pages in which no other
 //! tensor of the arena lies. So a kept scalar pins 2 MiB and not the checkpoint, and a million tensors need one mapping
 //! (the kernel allows 65,530 by default).
-//!
-//! The timing of huge pages has constants of one virtual machine with two cores. `benches/copied.py` on virtual machines of
-//! other hosts can remove it: if huge pages take less than 1.5 ms there, only that host needs it. `page_timing=False`
-//! switches it off: an arena stays in huge pages.
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::machine::{is_virtual_machine, page_size, thread_cpu, time_of};
+use crate::huge_pages::PageTimes;
+use crate::machine::page_size;
 use crate::options::{CPU_ALIGN, HUGE_PAGE};
 use crate::sync::{lock, Mutex};
 use crate::wake::Wake;
@@ -473,31 +470,8 @@ pub(crate) struct Arena {
     tenants: Vec<AtomicU32>,
     /// Blocks in which bytes are missing.
     incomplete: AtomicU32,
-    samples: Mutex<Samples>,
+    times: Mutex<PageTimes>,
 }
-
-/// The choice of the huge pages of an arena that are timed.
-#[derive(Debug)]
-struct Samples {
-    /// A huge page is slow if getting it takes so long or longer.
-    slow_from: Duration,
-    /// Huge pages to come before the next one that is timed. `None`: no more are timed.
-    skip: Option<u32>,
-    /// Slow ones minus fast ones, 0 at least.
-    slow: u32,
-    /// The arena gets small pages.
-    small: bool,
-}
-
-/// One of this many huge pages is timed, as long as these are fast.
-const SAMPLED: u32 = 8;
-/// An arena gets small pages when this many of the timed huge pages more were slow than fast.
-const SLOW_SAMPLES: u32 = 2;
-/// In smaller arenas nothing is timed.
-const LEAST_SAMPLED: u64 = 16 * HUGE_PAGE;
-/// A huge page is slow if getting it takes so long. Zeroing it takes 0.2 ms. It takes 5 ms if the host has to find the
-/// memory first.
-const SLOW: Duration = Duration::from_micros(1500);
 
 impl Arena {
     /// Memory of `len` bytes in which `places` (offset, bytes) will live; each is given back once, by [`Arena::vacate`].
@@ -510,48 +484,22 @@ impl Arena {
                 tenants[page].fetch_add(1, Ordering::Relaxed);
             }
         }
-        let timed = memory.len() as u64 >= LEAST_SAMPLED && page_timing.unwrap_or_else(is_virtual_machine);
-        let skip = timed.then_some(0);
-        let samples = Mutex::new(Samples { slow_from: SLOW, skip, slow: 0, small: false });
-        Ok(Self { memory, tenants, incomplete: AtomicU32::new(0), samples })
+        let times = Mutex::new(PageTimes::new(memory.len() as u64, page_timing));
+        Ok(Self { memory, tenants, incomplete: AtomicU32::new(0), times })
     }
 
-    /// Is called before `nbytes` bytes at `offset` are written for the first time, and changes none of them.
-    ///
-    /// In a virtual machine whose host takes back free memory, huge pages can cost 25 times as much as usual, and small
-    /// ones do not (see `source/touch.rs`, which does the same for mapped files). So some huge pages are populated here
-    /// and timed. If these are slow, the rest of the arena comes in small pages.
+    /// Is called before `nbytes` bytes at `offset` are written for the first time, and changes none of them. Some huge pages are
+    /// timed ([`PageTimes`]). If these are slow, the rest of the arena comes in small pages.
     fn prepare(&self, offset: u64, nbytes: u64) {
-        let mut samples = lock(&self.samples);
+        let mut times = lock(&self.times);
         for page in offset.div_ceil(HUGE_PAGE)..(offset + nbytes).div_ceil(HUGE_PAGE) {
-            match samples.skip {
-                None => return,
-                Some(0) => {}
-                Some(skip) => {
-                    samples.skip = Some(skip - 1);
-                    continue;
-                }
-            }
             let from = (page * HUGE_PAGE) as usize;
             let Some(len) = self.memory.len().checked_sub(from).map(|left| left.min(HUGE_PAGE as usize)) else {
                 return;
             };
-            // After a slow one processor time decides: by the clock it may be slow because another thread had the core.
-            // That takes two system calls more.
-            let time = if samples.slow > 0 { thread_cpu } else { clock_time };
-            let before = time();
-            // SAFETY: inside our mapping. Populating changes no byte.
-            if unsafe { libc::madvise(self.memory.at().add(from).cast(), len, libc::MADV_POPULATE_WRITE) } != 0 {
-                // Before Linux 5.14, or no memory. Whoever writes there finds out.
-                samples.skip = None;
-                return;
-            }
-            let slow = time().saturating_sub(before) >= samples.slow_from;
-            samples.slow = if slow { samples.slow + 1 } else { samples.slow.saturating_sub(1) };
-            samples.skip = Some(if slow { 0 } else { SAMPLED - 1 });
-            if samples.slow == SLOW_SAMPLES {
-                samples.skip = None;
-                samples.small = true;
+            // SAFETY: inside our mapping.
+            let at = unsafe { self.memory.at().add(from) };
+            if times.turn_slow(at, len) {
                 self.memory.advise(libc::MADV_NOHUGEPAGE);
             }
         }
@@ -559,7 +507,7 @@ impl Arena {
 
     /// All wanted bytes of one block have arrived. With the last one the kernel may make huge pages of small ones again.
     fn block_complete(&self) {
-        if self.incomplete.fetch_sub(1, Ordering::Relaxed) == 1 && lock(&self.samples).small {
+        if self.incomplete.fetch_sub(1, Ordering::Relaxed) == 1 && lock(&self.times).are_slow() {
             self.memory.advise(libc::MADV_HUGEPAGE);
         }
     }
@@ -594,10 +542,6 @@ impl Arena {
         }
         give_back(&free);
     }
-}
-
-fn clock_time() -> Duration {
-    time_of(libc::CLOCK_MONOTONIC)
 }
 
 /// CPU memory of one view alone: of the heap, or a mapping where it is large.
@@ -785,10 +729,11 @@ impl Drop for View {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod testing {
     use super::*;
 
-    fn resident_bytes(at: *mut u8, len: usize) -> usize {
+    /// Bytes of a range that are in memory.
+    pub(crate) fn resident_bytes(at: *mut u8, len: usize) -> usize {
         let page = page_size() as usize;
         let mut pages = vec![0u8; len.div_ceil(page)];
         // SAFETY: the range is mapped and the vector has one byte per page of it.
@@ -796,22 +741,8 @@ mod tests {
         pages.iter().filter(|&&p| p & 1 == 1).count() * page
     }
 
-    #[test]
-    fn more_memory_than_there_are_addresses_is_an_error() {
-        for len in [u64::MAX, u64::MAX - page_size(), u64::MAX - HUGE_PAGE] {
-            assert_eq!(Anonymous::new(len).err().map(|e| e.kind()), Some(ErrorKind::OutOfMemory));
-        }
-    }
-
-    /// An arena of `len` bytes in which huge pages are timed, and count as slow from so much processor time.
-    fn timed(len: u64, slow_from: Duration) -> Arc<Arena> {
-        let mut arena = Arena::new(len, std::iter::empty(), None).unwrap();
-        arena.samples = Mutex::new(Samples { slow_from, skip: Some(0), slow: 0, small: false });
-        Arc::new(arena)
-    }
-
     /// The flags of the mapping at an address, as /proc/self/smaps gives them: `hg` and `nh` are the advice.
-    fn flags(at: u64) -> Vec<String> {
+    pub(crate) fn flags(at: u64) -> Vec<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut is_here = false;
         for line in smaps.lines() {
@@ -824,6 +755,28 @@ mod tests {
             }
         }
         panic!("no mapping at {at:#x}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::{flags, resident_bytes};
+    use super::*;
+    use crate::huge_pages::{LEAST_SAMPLED, SAMPLED};
+    use crate::machine::is_virtual_machine;
+
+    #[test]
+    fn more_memory_than_there_are_addresses_is_an_error() {
+        for len in [u64::MAX, u64::MAX - page_size(), u64::MAX - HUGE_PAGE] {
+            assert_eq!(Anonymous::new(len).err().map(|e| e.kind()), Some(ErrorKind::OutOfMemory));
+        }
+    }
+
+    /// An arena of `len` bytes in which huge pages are timed, and count as slow from so much processor time.
+    fn timed(len: u64, slow_from: Duration) -> Arc<Arena> {
+        let mut arena = Arena::new(len, std::iter::empty(), None).unwrap();
+        arena.times = Mutex::new(PageTimes::slow_from(slow_from));
+        Arc::new(arena)
     }
 
     fn has(block: &Block, flag: &str) -> bool {

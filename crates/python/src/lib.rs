@@ -14,6 +14,7 @@ mod disk_cache;
 mod dlpack;
 mod errors;
 mod fill;
+mod first_touch;
 mod guard;
 mod hub;
 mod leased;
@@ -49,6 +50,8 @@ mod _core {
     use crate::disk_cache::{leave_cache_to_parent, CacheFolder, DiskCache};
     #[pymodule_export]
     use crate::fill::{stop_fills, CacheFill};
+    #[pymodule_export]
+    use crate::first_touch::FirstTouch;
     #[pymodule_export]
     use crate::hub::HubLayout;
     #[pymodule_export]

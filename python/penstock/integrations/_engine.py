@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from .. import _event_lines as _event_lines  # each load writes one, at its end
 from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._collector import collector_paused
-from .._core import Options, storage_settings, storage_table
+from .._core import FirstTouch, Options, storage_settings, storage_table
 from .._errors import (
     CancelledError,
     InvalidError,
@@ -32,6 +33,7 @@ from .._member import new_group, place_in
 from .._options import make_options
 from .._report import Report
 from .._unwanted import read_besides
+from ._first_touch import places, touching
 from ._index import absent
 from ._mapped import Mapped, NotMapped, close_all
 from ._recorder import Recorder, say_written, watching
@@ -182,6 +184,9 @@ class Loads:
         """The ranks that load together, if they do: each makes one load of each place with the others."""
         self.mapped: When | None = None
         """When tensors are given as mapped files; None: never, as in an engine that must know what is overwritten."""
+        self.fresh: torch.nn.Module | None = None
+        """The model whose parameters were just made, until the engine copies into them."""
+        self._touch: FirstTouch | None = None
         self.given: list[Mapped] = []
         """The checkpoints that were mapped."""
         self.why = ""
@@ -279,7 +284,7 @@ class Loads:
         try:
             checkpoint, kept = self._opened(chosen, keep)
             if not self.recorders and (mapped := self.mapping(chosen, checkpoint, kept, self._crowded())) is not None:
-                return mapped.weights()
+                return self._touching(mapped)
             recorder = Recorder(checkpoint, kept, self.device, self.options)
             recorder.check()
         except MissingDtypeError:
@@ -297,6 +302,14 @@ class Loads:
         for one in self.recorders:
             one.expect(self.group if len(self.recorders) == 1 else None)
         return self._marked(recorder)
+
+    def _touching(self, mapped: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
+        """Mapped tensors, which the engine copies into parameters that it has just made."""
+        if self.fresh is not None:
+            self._touch, self.fresh = FirstTouch.ask(places(self.fresh), mapped.page_timing), None
+        if self._touch is None:
+            return mapped.weights()
+        return touching(mapped.weights(), mapped.sizes(), self._touch)
 
     def _crowded(self) -> bool:
         """Whether the ranks have every processor: no copies of a load are quicker then than the engine's own."""

@@ -156,6 +156,15 @@ class Mapped:
             return f"to record {len(wants)} tensors takes less time than to copy {span} bytes"
         return ""
 
+    @property
+    def page_timing(self) -> bool | None:
+        """That of its options."""
+        return self._options.page_timing
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each tensor that it gives."""
+        return {name: self.checkpoint[name].nbytes for name in self._names}
+
     def weights(self, order: str = "file") -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor), once. The tensors are to be read only, and may be kept.
 

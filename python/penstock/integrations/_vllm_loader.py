@@ -112,6 +112,7 @@ class PenstockModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self._loads = loads = Loads(_device_of(model), self.settings.options)
         loads.seen = seen
         loads.engine, loads.strict, loads.mapped = _ENGINE, self.settings.strict, self.settings.mapped
+        loads.fresh = model
         loads.join(_ranks)
         self.reports, self.fallbacks, self._asked = [], loads.fallbacks, 0
         try:

@@ -1,0 +1,41 @@
+//! `_core.FirstTouch`.
+
+use crate::guard::{answer, perform, Answer, Held, Listed};
+use penstock::huge_pages::FirstTouch as Core;
+use pyo3::prelude::*;
+use std::sync::{Mutex, PoisonError};
+
+/// The first touch of memory that is not ours.
+#[pyclass(frozen, module = "penstock._core")]
+pub(crate) struct FirstTouch(Held<Mutex<Core>>);
+
+impl FirstTouch {
+    fn with<T>(&self, work: impl FnOnce(&mut Core) -> T) -> T {
+        work(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[pymethods]
+impl FirstTouch {
+    #[staticmethod]
+    #[pyo3(signature = (places, page_timing = None))]
+    fn ask<'py>(
+        py: Python<'py>,
+        places: Listed<(usize, usize)>,
+        page_timing: Option<bool>,
+    ) -> Answer<'py, Option<Self>> {
+        answer(py, || {
+            let asked = py.detach(|| Core::ask(&places.0, page_timing));
+            Ok(asked.map(|core| Self(Held::new(Mutex::new(core)))))
+        })
+    }
+
+    fn ahead(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
+        perform(py, || py.detach(|| self.with(|core| core.ahead(nbytes))))
+    }
+
+    #[getter]
+    fn nbytes<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
+        answer(py, || Ok(self.with(|core| core.nbytes())))
+    }
+}
