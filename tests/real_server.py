@@ -51,8 +51,8 @@ class RealServer:
             assert self._process.poll() is None and time.monotonic() < until, (folder / "said").read_text()
             time.sleep(0.05)
 
-    def send(self, method: str, target: str, content: bytes, fields: Mapping[str, str], status: int) -> None:
-        """A request that is answered with this status."""
+    def send(self, method: str, target: str, content: bytes, fields: Mapping[str, str], status: int) -> bytes:
+        """The body of the answer to a request that is answered with this status."""
         connection: http.client.HTTPConnection
         if self.authority:
             trusted = ssl.create_default_context(cafile=str(self.authority))
@@ -62,7 +62,9 @@ class RealServer:
         with contextlib.closing(connection):
             connection.request(method, target, content, dict(fields))
             answer = connection.getresponse()
-            assert answer.status == status, answer.read()
+            body = answer.read()
+            assert answer.status == status, body
+        return body
 
     def close(self) -> None:
         self._process.terminate()

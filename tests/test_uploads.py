@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from upload_server import Uploads, crc32c, settings
 PLACE = "s3://bucket/models/one"
 #: Names of readers such as transformers: the single file hides the index
 SINGLE, INDEX = "models/one/model.safetensors", "models/one/model.safetensors.index.json"
+#: In the name of an object that a service is asked to write on a condition that does not hold
+TRIAL = "/.penstock-"
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def test_parts_are_equal_and_go_side_by_side(bucket: Uploads) -> None:
     large = {"w": np.random.default_rng(1).integers(0, 255, 37_000_000, np.uint8)}
     report = penstock.save_file(large, f"{PLACE}/w.safetensors", storage=settings(bucket))
     assert crc32c(bucket.objects["models/one/w.safetensors"][-37_000_000:]) == crc32c(large["w"].tobytes())
-    parts = [query["partNumber"] for method, _, query in bucket.requests if "partNumber" in query]
+    parts = [query["partNumber"] for _, key, query in bucket.requests if "partNumber" in query and TRIAL not in key]
     assert sorted(parts) == ["1", "2", "3"] and report.writes == 3
     assert bucket.most_at_once >= 2
     one = {"threads": 1, "extent": 8 << 20}
@@ -397,25 +400,157 @@ def test_shards_become_objects_side_by_side(bucket: Uploads) -> None:
     assert not ends.broken and same(load(bucket), tensors())
 
 
+GUARD = "guard against a second writer"
+KEPT = ("removing the earlier checkpoint", "old versions stay")
+LOCKED = ("objects that can be deleted", "locked versions")
+
+
+def told(report: Any) -> list[tuple[str, str]]:
+    """The replacements of a report."""
+    return [(fallback["from"], fallback["to"]) for fallback in report.fallbacks]
+
+
 def test_a_bucket_that_keeps_versions_is_told(bucket: Uploads) -> None:
     bucket.keeps_versions = True
     first = penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
     assert first.fallbacks == [], "nothing was replaced"
     second = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
-    assert [(f["from"], f["to"]) for f in second.fallbacks] == [
-        ("removing the earlier checkpoint", "old versions stay")
-    ]
+    assert told(second) == [KEPT] and "until a lifecycle rule removes those" in second.fallbacks[0]["reason"]
 
 
-def test_a_service_that_ignores_conditions_is_told_and_nothing_of_the_question_stays(bucket: Uploads) -> None:
-    bucket.heeds_conditions = False
+def days_from_now(days: int) -> str:
+    return (datetime.now(timezone.utc) + timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+@pytest.mark.parametrize("how", ["of objects", "of the bucket"])
+@pytest.mark.parametrize("mode", ["GOVERNANCE", "COMPLIANCE"])
+def test_a_lock_on_new_objects_is_told(bucket: Uploads, how: str, mode: str) -> None:
+    bucket.keeps_versions = True
+    until = days_from_now(3)
+    if how == "of objects":
+        bucket.locks[INDEX] = {"x-amz-object-lock-mode": mode, "x-amz-object-lock-retain-until-date": until}
+    else:
+        bucket.lock_rule = f"<Mode>{mode}</Mode><Days>3</Days>"
+    says = f"{mode} until {until}" if how == "of objects" else f"{mode} for 3 days"
+    says += ", except for those with s3:BypassGovernanceRetention" * (mode == "GOVERNANCE")
+    first = penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    assert told(first) == [LOCKED] and f"({says})" in first.fallbacks[0]["reason"]
+    second = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert told(second) == [LOCKED, KEPT] and all(f"({says})" in f["reason"] for f in second.fallbacks)
+    assert "lifecycle" not in str(second.fallbacks), "no rule removes what is locked"
+
+
+def test_a_lock_on_the_earlier_checkpoint_alone_is_told(bucket: Uploads) -> None:
+    bucket.keeps_versions = True
+    bucket.lock_rule = ""
+    penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    bucket.locks[SINGLE] = {"x-amz-object-lock-legal-hold": "ON"}
+    report = penstock.save(**shards(2), directory=PLACE, storage=settings(bucket))
+    assert told(report) == [KEPT] and "(a legal hold)" in report.fallbacks[0]["reason"]
+
+
+def test_a_lock_that_is_over_or_that_nobody_may_see_is_not_told(bucket: Uploads) -> None:
+    bucket.keeps_versions = True
+    over = {"x-amz-object-lock-mode": "COMPLIANCE", "x-amz-object-lock-retain-until-date": days_from_now(-1)}
+    bucket.locks[INDEX] = {**over, "x-amz-object-lock-legal-hold": "OFF"}
+    bucket.lock_rule = "<Mode>COMPLIANCE</Mode><Years>7</Years>"
+    bucket.refuses = lambda method, key, query: (
+        error(403, "AccessDenied", "Access Denied") if "object-lock" in query else None
+    )
+    for seed in (1, 2):
+        report = penstock.save(**shards(seed), directory=PLACE, storage=settings(bucket))
+    assert told(report) == [KEPT] and "A lock on them would delay that" in report.fallbacks[0]["reason"]
+    assert "COMPLIANCE" not in str(report.fallbacks)
+
+
+def test_each_object_and_part_is_sent_with_a_checksum(bucket: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 takes no other ones for buckets with object lock."""
+    sent = []
+
+    def checked(fields: Any, body: bytes, checked: Any = bucket.checked) -> Any:
+        sent.append("x-amz-checksum-crc32c" in fields)
+        return checked(fields, body)
+
+    monkeypatch.setattr(bucket, "checked", checked)
+    penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
+    assert len(sent) == 4 and all(sent), "three parts and the index"
+
+
+def test_a_service_that_counts_a_removed_object_as_one_that_is_there_is_told(bucket: Uploads) -> None:
+    """As versitygw 1.8 does in a bucket with versions: the condition that nothing is there never holds again."""
+    bucket.keeps_versions = bucket.counts_removed = True
+    for seed, arguments in enumerate([{"tensors_or_module": tensors(0)}, shards(1), {"tensors_or_module": tensors(2)}, shards(3)]):
+        report = penstock.save(**arguments, directory=PLACE, storage=settings(bucket))
+        assert same(load(bucket), tensors(seed)) and not bucket.under_way
+        again = [(GUARD, "a question before the request")] * (seed > 1)
+        assert told(report) == again + [KEPT] * (seed > 0), seed
+
+
+def test_a_service_that_counts_removed_objects_keeps_those_of_others(bucket: Uploads) -> None:
+    """Another program writes the object again before the save ends; or nobody may list versions."""
+    bucket.keeps_versions = bucket.counts_removed = True
+    bucket.removed.add(SINGLE)
+
+    def between(method: str, key: str, query: dict[str, str]) -> Answer | None:
+        if method == "POST" and key == SINGLE and "uploadId" in query:
+            bucket.stored(SINGLE, b"another's")
+        return None
+
+    bucket.refuses = between
+    with pytest.raises(penstock.ChangedError):
+        penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    assert bucket.objects == {SINGLE: b"another's"} and not bucket.under_way
+    del bucket.objects[SINGLE]
+    bucket.removed.add(SINGLE)
+    bucket.refuses = lambda method, key, query: error(403, "AccessDenied", "No") if "versions" in query else None
+    with pytest.raises(penstock.ChangedError):
+        penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    assert not bucket.objects and not bucket.under_way
+
+
+@pytest.mark.parametrize("ignores", ["all", "ends"])
+def test_a_service_that_ignores_conditions_is_told_and_nothing_of_the_question_stays(
+    bucket: Uploads, ignores: str
+) -> None:
+    """Some services keep to the conditions of a PUT, and ignore those of CompleteMultipartUpload."""
+    bucket.heeds_conditions, bucket.heeds_ends = ignores != "all", ignores != "ends"
     reports = [
         penstock.save(tensors(1), PLACE, storage=settings(bucket)),
         penstock.save_file(tensors(1), f"{PLACE}/x.safetensors", storage=settings(bucket)),
     ]
     for report in reports:
-        assert [f["from"] for f in report.fallbacks] == ["guard against a second writer"]
+        assert told(report) == [(GUARD, "none")] and "an upload in parts" in report.fallbacks[0]["reason"]
     assert {key.rpartition("/")[2] for key in bucket.objects} == {"model.safetensors", "x.safetensors"}
+    report = penstock.save(**shards(2), directory=f"{PLACE}/shards", storage=settings(bucket))
+    assert told(report) == [(GUARD, "none")] * (ignores == "all"), "the index is put at once"
+    assert not [key for key in bucket.objects if TRIAL in key] and not bucket.under_way
+
+
+def test_a_service_that_keeps_to_conditions_is_asked_by_a_request_like_the_visible_one(bucket: Uploads) -> None:
+    def asked(**arguments: Any) -> list[str]:
+        bucket.requests.clear()
+        assert penstock.save(**arguments, directory=PLACE, storage=settings(bucket)).fallbacks == []
+        assert not bucket.under_way and not [key for key, _ in bucket.history if TRIAL in key]
+        return [method for method, key, _ in bucket.requests if TRIAL in key]
+
+    assert asked(tensors_or_module=tensors(1)) == ["POST", "PUT", "POST", "DELETE"], "begun, a part, the end, given up"
+    assert asked(**shards(2)) == ["PUT"]
+
+
+def test_a_trial_of_conditions_without_an_answer_is_told(bucket: Uploads) -> None:
+    bucket.refuses = lambda method, key, query: error(403, "AccessDenied", "not there") if TRIAL in key else None
+    for arguments in ({"tensors_or_module": tensors(1)}, shards(2)):
+        report = penstock.save(**arguments, directory=PLACE, storage=settings(bucket))
+        assert told(report) == [(GUARD, "not known")] and "not there" in report.fallbacks[0]["reason"]
+
+
+def test_without_the_right_to_look_there_is_no_guard_and_this_is_told(bucket: Uploads) -> None:
+    penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    bucket.refuses = denied("HEAD")
+    report = penstock.save(tensors(2), PLACE, storage=settings(bucket))
+    assert told(report) == [(GUARD, "none")] and f"look at s3://bucket/{SINGLE}" in report.fallbacks[0]["reason"]
+    bucket.refuses = lambda *_: None
+    assert same(load(bucket), tensors(2))
 
 
 def test_a_trial_of_conditions_that_cannot_be_removed_is_told(bucket: Uploads) -> None:
@@ -423,10 +558,11 @@ def test_a_trial_of_conditions_that_cannot_be_removed_is_told(bucket: Uploads) -
     bucket.refuses = lambda method, key, query: (
         error(403, "AccessDenied", "no removal") if method == "DELETE" and ".penstock-" in key else None
     )
-    told = penstock.save(tensors(1), PLACE, storage=settings(bucket)).fallbacks
-    assert [f["from"] for f in told] == ["removing a trial of conditions", "guard against a second writer"]
-    (trial,) = (key for key in bucket.objects if ".penstock-" in key)
-    assert f"{trial} stays" in told[0]["reason"] and "no removal" in told[0]["reason"]
+    report = penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    assert told(report) == [("removing a trial of conditions", "leaving it"), (GUARD, "none")]
+    (trial,) = (key for key in bucket.objects if TRIAL in key)
+    reason = report.fallbacks[0]["reason"]
+    assert f"{trial} stays" in reason and "no removal" in reason
 
 
 def test_an_object_that_another_program_has_written_meanwhile_is_not_removed(bucket: Uploads) -> None:

@@ -101,8 +101,18 @@ class Uploads(Bucket):
         self.knows_checksums = True
         #: False: it ignores the conditions of requests
         self.heeds_conditions = True
+        #: False: it ignores those of requests that end an upload in parts
+        self.heeds_ends = True
         #: True: it keeps what is replaced or removed, and says so
         self.keeps_versions = False
+        #: Keys whose newest version is a removal
+        self.removed: set[str] = set()
+        #: True: for conditions such a key is one of an object that is there
+        self.counts_removed = False
+        #: What the answer to HEAD says of locks, by key
+        self.locks: dict[str, dict[str, str]] = {}
+        #: The rule for locks of new objects
+        self.lock_rule: str | None = None
         #: When each object was written
         self.written: dict[str, datetime] = {}
         #: Uploads on a page of their list
@@ -156,13 +166,20 @@ class Uploads(Bucket):
             return self.head(key)
         if method == "GET" and "uploads" in query:
             return self.unfinished(query)
+        if method == "GET" and "versions" in query:
+            return self.versions(query)
+        if method == "GET" and "object-lock" in query:
+            return self.lock_configuration()
         if method == "DELETE" and "uploadId" in query:
             self.under_way.pop(query["uploadId"], None)
             return 204, {}, b""
         if method == "DELETE":
             if self.objects.pop(key, None) is not None:
                 self.history.append((key, None))
-            return 204, {}, b""
+            if not self.keeps_versions:
+                return 204, {}, b""
+            self.removed.add(key)
+            return 204, {"x-amz-delete-marker": "true", **self.version()}, b""
         if method == "POST" and "uploads" in query:
             number = f"upload-{next(self.numbers)}"
             self.under_way[number] = Parts(key)
@@ -193,6 +210,7 @@ class Uploads(Bucket):
 
     def stored(self, key: str, content: bytes) -> None:
         self.objects[key] = content
+        self.removed.discard(key)
         self.written[key] = datetime.now(timezone.utc)
         self.history.append((key, content))
 
@@ -210,7 +228,8 @@ class Uploads(Bucket):
             return None
         there = self.tag(key) if key in self.objects else None
         wanted = fields.get("if-match")
-        if (fields.get("if-none-match") == "*" and there is not None) or (wanted is not None and wanted != there):
+        is_there = there is not None or (self.counts_removed and key in self.removed)
+        if (fields.get("if-none-match") == "*" and is_there) or (wanted is not None and wanted != there):
             return error(412, "PreconditionFailed", "At least one of the preconditions did not hold")
         return None
 
@@ -230,7 +249,7 @@ class Uploads(Bucket):
             return error(400, "InvalidPart", "One or more of the specified parts could not be found.")
         if any(len(upload.parts[n]) < self.LEAST for n in numbers[:-1]):
             return error(400, "EntityTooSmall", "Your proposed upload is smaller than the minimum allowed size")
-        if (refused := self.condition(upload.key, fields)) is not None:
+        if self.heeds_ends and (refused := self.condition(upload.key, fields)) is not None:
             return refused
         self.stored(upload.key, b"".join(upload.parts[n] for n in numbers))
         del self.under_way[name]
@@ -246,6 +265,23 @@ class Uploads(Bucket):
     def version(self) -> dict[str, str]:
         """The field that names the version of what was written."""
         return {"x-amz-version-id": f"version-{next(self.numbers)}"} if self.keeps_versions else {}
+
+    def versions(self, query: dict[str, str]) -> Answer:
+        """The newest version of each key."""
+        kinds = {**dict.fromkeys(self.objects, "Version"), **dict.fromkeys(self.removed, "DeleteMarker")}
+        text = "".join(
+            f"<{kind}><Key>{escape(key)}</Key><VersionId>v</VersionId><IsLatest>true</IsLatest></{kind}>"
+            for key, kind in sorted(kinds.items())
+            if key.startswith(query["prefix"])
+        )
+        return 200, {}, f"<ListVersionsResult><IsTruncated>false</IsTruncated>{text}</ListVersionsResult>".encode()
+
+    def lock_configuration(self) -> Answer:
+        if self.lock_rule is None:
+            return error(404, "ObjectLockConfigurationNotFoundError", "Object Lock configuration does not exist")
+        rule = f"<Rule><DefaultRetention>{self.lock_rule}</DefaultRetention></Rule>" if self.lock_rule else ""
+        text = f"<ObjectLockEnabled>Enabled</ObjectLockEnabled>{rule}"
+        return 200, {}, f"<ObjectLockConfiguration>{text}</ObjectLockConfiguration>".encode()
 
     def unfinished(self, query: dict[str, str]) -> Answer:
         """A page of the uploads that have not ended, by key and number."""
@@ -270,5 +306,6 @@ class Uploads(Bucket):
         content = self.objects[key]
         told = getattr(self, "sums", {}).get(key, shown(crc32c(content)))
         about = {"x-amz-checksum-crc32c": told} if self.knows_checksums else {}
+        about |= self.locks.get(key, {})
         about["Last-Modified"] = format_datetime(self.written.get(key, datetime.now(timezone.utc)), usegmt=True)
         return 200, {"ETag": self.tag(key), "Content-Length": str(len(content)), **about}, b""

@@ -61,6 +61,8 @@ class Cleared(NamedTuple):
     """The addresses of shards that no index names, which are removed."""
     left: list[str]
     """The reasons for which something could not be cleared."""
+    kept: list[str]
+    """The addresses of removed shards whose bytes stay: the bucket keeps versions."""
 
 
 class Pushed(NamedTuple):
@@ -217,7 +219,7 @@ class _Clearing:
     def __init__(self, place: str, storage: Storage | None) -> None:
         self._place, self._storage = place, storage
         self._bucket = _core.Bucket(place, storage)
-        self.cleared = Cleared([], [], [])
+        self.cleared = Cleared([], [], [], [])
         self._live = {journal.path: journal for journal in _journal.live()}
 
     def _live_objects(self, beside: _journal.Journal | None = None) -> set[str]:
@@ -354,7 +356,8 @@ class _Clearing:
         self.cleared.uploads.append(address)
 
     def _remove(self, address: str) -> None:
-        self._bucket.remove(address)
+        if self._bucket.remove(address):
+            self.cleared.kept.append(address)
         self.cleared.objects.append(address)
 
 
@@ -397,4 +400,6 @@ def describe_cleared(cleared: Cleared) -> str:
 def _described(cleared: Cleared) -> list[str]:
     lines = [f"cleared an incomplete upload: {address}" for address in cleared.uploads]
     lines += [f"removed a shard that no index names: {address}" for address in cleared.objects]
+    if cleared.kept:
+        lines.append(f"the bucket keeps versions: the bytes of {len(cleared.kept)} of these stay as old ones")
     return lines + [f"not cleared: {why}" for why in cleared.left]

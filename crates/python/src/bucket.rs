@@ -42,8 +42,8 @@ impl Bucket {
         })
     }
 
-    fn remove(&self, py: Python<'_>, address: String) -> PyResult<()> {
-        guarded(py, || interruptibly(py, |go_on| self.0.remove(Location::Url(address), go_on)))
+    fn remove<'py>(&self, py: Python<'py>, address: String) -> Answer<'py, bool> {
+        answer(py, || interruptibly(py, |go_on| self.0.remove(Location::Url(address), go_on)))
     }
 
     fn forget(&self, py: Python<'_>, address: String, name: String) -> PyResult<()> {

@@ -28,6 +28,8 @@ pub(super) struct Before {
     pub(super) index: Option<(Location, Option<String>)>,
     /// The name of a single file that would hide the index; `None`: that file was there at the start.
     pub(super) appears: Option<Location>,
+    /// The lock that keeps the index or the single file from being deleted, in words.
+    pub(super) lock: Option<String>,
     /// True if the server does not say which objects there are.
     pub(super) is_unlisted: bool,
     /// The refusals.
@@ -89,11 +91,14 @@ impl Asker<'_> {
         Ok(map.values().filter_map(|name| name.as_str().map(str::to_owned)).collect())
     }
 
-    /// The object at an address, with its version.
-    fn object(&self, at: Location) -> Result<Option<(Location, Option<String>)>> {
-        match self.ask(&at, |uploads, watch| uploads.version(&at, watch)) {
+    /// The object at an address, with its version. `lock` becomes the lock on it, if it has one.
+    fn object(&self, at: Location, lock: &mut Option<String>) -> Result<Option<(Location, Option<String>)>> {
+        match self.ask(&at, |uploads, watch| uploads.state(&at, watch)) {
             Ok(None) => Ok(None),
-            Ok(version) => Ok(Some((at, version))),
+            Ok(Some(state)) => {
+                *lock = state.lock.or(lock.take());
+                Ok(Some((at, Some(state.version))))
+            }
             // Nobody may look at it: then there is no condition.
             Err(e) if is_refusal(&e) => Ok(Some((at, None))),
             Err(e) => Err(e),
@@ -104,7 +109,9 @@ impl Asker<'_> {
 impl Before {
     /// The object that a save of one file replaces.
     pub(super) fn of_object(asker: &Asker<'_>, at: Location) -> Result<Before> {
-        Ok(Before { single: asker.object(at)?, ..Before::default() })
+        let mut lock = None;
+        let single = asker.object(at, &mut lock)?;
+        Ok(Before { single, lock, ..Before::default() })
     }
 
     /// The checkpoint of this name in a folder.
@@ -115,8 +122,10 @@ impl Before {
             Err(e) if is_refusal(&e) => {
                 let reason = e.message().to_owned();
                 let told = Fallback { from: "listing the prefix", to: "leaving what is there", reason };
-                let (single, index) = (asker.object(single)?, asker.object(index)?);
-                return Ok(Before { single, index, is_unlisted: true, fallbacks: vec![told], ..Before::default() });
+                let mut lock = None;
+                let (single, index) = (asker.object(single, &mut lock)?, asker.object(index, &mut lock)?);
+                let fallbacks = vec![told];
+                return Ok(Before { single, index, lock, is_unlisted: true, fallbacks, ..Before::default() });
             }
             Err(e) => return Err(e),
         };
@@ -126,10 +135,10 @@ impl Before {
             ..Before::default()
         };
         if listed.contains(&single) {
-            before.single = asker.object(single)?;
+            before.single = asker.object(single, &mut before.lock)?;
         }
         if listed.contains(&index) {
-            before.index = asker.object(index)?;
+            before.index = asker.object(index, &mut before.lock)?;
         }
         before.find_earlier(asker, listed, name);
         Ok(before)
@@ -173,6 +182,12 @@ impl Before {
 /// True if a server lets these credentials not do that.
 pub(super) fn is_refusal(e: &Error) -> bool {
     e.kind() == ErrorKind::Permission && e.status().is_some()
+}
+
+/// True if the server has not carried out the request that failed with this error.
+pub(super) fn has_done_nothing(e: &Error) -> bool {
+    let is_refused = e.status().is_some_and(|status| (400..500).contains(&status) && status != 408);
+    is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission)
 }
 
 /// The single file and the index of a checkpoint of this name.

@@ -4,7 +4,7 @@ use super::address::SaveAddress;
 use super::before::Asker;
 use crate::error::Result;
 use crate::format::open_detached;
-use crate::store::upload::{UnfinishedUpload, UploadWatch, Uploads};
+use crate::store::upload::{Removal, UnfinishedUpload, UploadWatch, Uploads};
 use crate::store::{Location, Stores};
 use std::sync::Arc;
 use std::time::Duration;
@@ -49,12 +49,13 @@ impl Bucket {
         self.ask(at, |at, uploads, watch| uploads.age(at, watch), go_on)
     }
 
-    /// Removes an object.
+    /// Removes an object. True if its bytes stay, as an old version.
     ///
     /// # Errors
     /// The errors of the server.
-    pub fn remove(&self, at: Location, go_on: impl FnMut() -> bool) -> Result<()> {
-        self.ask(at, |at, uploads, watch| uploads.remove(at, watch), go_on)
+    pub fn remove(&self, at: Location, go_on: impl FnMut() -> bool) -> Result<bool> {
+        let removed = self.ask(at, |at, uploads, watch| uploads.remove(at, watch), go_on)?;
+        Ok(removed == Removal::Hidden)
     }
 
     /// Has the server forget an upload.

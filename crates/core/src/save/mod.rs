@@ -33,6 +33,7 @@ mod objects;
 mod output;
 mod plan;
 mod pushed;
+mod service;
 mod shared;
 mod side_by_side;
 mod snapshot;

@@ -8,11 +8,12 @@
 //! Two saves to one prefix: the visible object is written on the condition that it is still the one that was there at the
 //! start. The later save fails.
 
-use super::before::{is_refusal, Asker, Before, HIDES};
+use super::before::{has_done_nothing, is_refusal, Asker, Before, HIDES};
 use super::chunks::{Chunk, ChunkPart, Supply};
 use super::journal::PushJournal;
 use super::names::new_tag;
 use super::plan::{FilePlan, SavePlan};
+use super::service::{ServiceReport, WriterGuard};
 use super::shared::{leaving_earlier, SaveShared};
 use super::side_by_side::each;
 use super::target::{SaveTarget, Written};
@@ -45,6 +46,8 @@ pub(super) struct ObjectsTarget {
     part: u64,
     in_order: bool,
     index: Option<(Location, String)>,
+    /// The index, when it is there.
+    index_there: Mutex<Option<Uploaded>>,
     /// True if other ranks send the other objects of the checkpoint.
     is_share: bool,
     before: Before,
@@ -227,6 +230,7 @@ impl ObjectsTarget {
             part,
             in_order,
             index,
+            index_there: Mutex::default(),
             is_share,
             before,
             journal,
@@ -326,7 +330,7 @@ impl ObjectsTarget {
     fn clear_one(&self, object: &ObjectUnderWay, watch: &dyn UploadWatch) -> Result<()> {
         // A single file that is there is the new checkpoint. A shard is of no use without the index.
         let is_shard = !self.is_visible(object);
-        let remove = || if is_shard { self.uploads.remove(&object.at, watch) } else { Ok(()) };
+        let remove = || if is_shard { self.uploads.remove(&object.at, watch).map(drop) } else { Ok(()) };
         match std::mem::replace(&mut *lock(&object.stage), UploadStage::Away) {
             UploadStage::Away => Ok(()),
             UploadStage::Sending(upload) => upload.abort(watch),
@@ -400,7 +404,8 @@ impl ObjectsTarget {
         }
         let (visible, hides) = match &self.index {
             Some((at, text)) => {
-                self.show(shared, || self.uploads.put(at, text.as_bytes(), &self.condition(at), watch))?;
+                let put = || self.uploads.put(at, text.as_bytes(), &self.condition(at), watch);
+                *lock(&self.index_there) = Some(self.show(shared, put)?);
                 (at, self.before.single.as_ref().filter(|(at, _)| at.file_name() == HIDES))
             }
             None => {
@@ -443,7 +448,7 @@ impl ObjectsTarget {
             Ok(Some(now)) if version.is_some_and(|version| version != now) => {
                 Err(Error::new(ErrorKind::Changed, "another program has written this object meanwhile"))
             }
-            Ok(Some(_)) => self.show(shared, || self.uploads.remove(at, watch)),
+            Ok(Some(_)) => self.show(shared, || self.uploads.remove(at, watch).map(drop)),
             Err(e) => Err(e),
         };
         let Err(e) = removed else { return Ok(()) };
@@ -462,36 +467,33 @@ impl ObjectsTarget {
         e.reworded(|why| format!("{why}; {} stays", new.as_path().display()))
     }
 
-    /// Tells what the report's reader cannot know of this bucket: it keeps old versions, or has no guard against a second writer.
-    fn tell_of_service(&self, shared: &SaveShared, watch: &dyn UploadWatch) {
-        let probe = self.folder.within(OsStr::new(&format!(".penstock-{}", new_tag())));
-        let heeds = self.uploads.heeds_conditions(&probe, watch);
-        let may_stay = match &heeds {
-            Ok(heeds) => !heeds,
-            Err(e) => after(e) == Visible::Unknown,
+    /// True if this is so of something that is there by now.
+    fn shows(&self, what: impl Fn(&Uploaded) -> bool) -> bool {
+        let is_so =
+            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if what(there));
+        self.objects.iter().any(is_so) || lock(&self.index_there).as_ref().is_some_and(&what)
+    }
+
+    /// The guard against a second writer. That of a share is its index', which another rank may write.
+    fn guard(&self) -> WriterGuard<'_> {
+        let visible = match &self.index {
+            Some((at, _)) => Some(at),
+            None => self.objects.first().filter(|object| self.is_visible(object)).map(|object| &object.at),
         };
-        if let Some(Err(e)) = may_stay.then(|| self.uploads.remove(&probe, watch)) {
-            let reason = format!("{} stays, an empty object: {}", probe.as_path().display(), e.message());
-            shared.add_fallback(Fallback { from: "removing a trial of conditions", to: "leaving it", reason });
+        match visible {
+            _ if self.shows(|there| there.is_unguarded) => WriterGuard::Dropped,
+            Some(at) if self.condition(at) == Precondition::Always => WriterGuard::Unasked(at),
+            _ => WriterGuard::Condition { in_parts: visible.is_some() && self.index.is_none() },
         }
-        if matches!(heeds, Ok(false)) {
-            let reason =
-                "this service ignores the conditions of requests (If-Match), so a second save to this address at \
-                          the same time is not noticed";
-            let from = "guard against a second writer";
-            shared.add_fallback(Fallback { from, to: "none", reason: reason.to_owned() });
-        }
-        let replaced = [&self.before.index, &self.before.single].into_iter().flatten().next();
-        let Some((at, version)) = replaced else { return };
-        let shows_versions =
-            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if there.is_versioned);
-        let is_kept = |version: &str| matches!(self.uploads.keeps_version(at, version, watch), Ok(true));
-        if self.objects.iter().any(shows_versions) || version.as_deref().is_some_and(is_kept) {
-            let reason =
-                "the bucket keeps versions: objects that are replaced or removed stay as old ones, until a lifecycle \
-                          rule removes those";
-            let from = "removing the earlier checkpoint";
-            shared.add_fallback(Fallback { from, to: "old versions stay", reason: reason.to_owned() });
+    }
+
+    /// Tells what the report's reader cannot know of this bucket.
+    fn tell_of_service(&self, shared: &SaveShared, watch: &dyn UploadWatch) {
+        let report = ServiceReport { uploads: &*self.uploads, shared, watch };
+        report.tell_of_guard(&self.folder, &self.guard());
+        let index = self.index.as_ref().map(|(at, _)| at);
+        if let Some(new) = index.or(self.objects.first().map(|object| &object.at)) {
+            report.tell_of_versions(new, self.shows(|there| there.is_versioned), &self.before);
         }
     }
 
@@ -514,7 +516,7 @@ impl ObjectsTarget {
                 return Err(Error::new(ErrorKind::Changed, text).at(at));
             }
             match self.uploads.remove(at, &Patient) {
-                Ok(()) => {}
+                Ok(_) => {}
                 Err(e) if is_refusal(&e) => stay.push((at, e)),
                 Err(e) => {
                     let doing = "cannot remove this object of an earlier save (the new save is complete)";
@@ -647,8 +649,7 @@ fn part_of(plan: &SavePlan, uploads: &dyn Uploads, extent: u64) -> Result<u64> {
 
 /// The state of the checkpoint after the request that makes it visible has failed with this error.
 fn after(e: &Error) -> Visible {
-    let is_refused = e.status().is_some_and(|status| (400..500).contains(&status) && status != 408);
-    match is_refused || matches!(e.kind(), ErrorKind::Changed | ErrorKind::Permission) {
+    match has_done_nothing(e) {
         true => Visible::No,
         false => Visible::Unknown,
     }

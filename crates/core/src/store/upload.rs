@@ -66,6 +66,26 @@ pub struct Uploaded {
     pub is_checked: bool,
     /// True if the answer shows that the bucket keeps old versions.
     pub is_versioned: bool,
+    /// True if it was written without its condition, because the service counts an object that was removed as one that is there.
+    pub is_unguarded: bool,
+}
+
+/// An object as it is now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ObjectState {
+    /// Its ETag, or generation.
+    pub version: String,
+    /// The lock that keeps this version from being deleted, in words. `None`: there is none, or these credentials may not see it.
+    pub lock: Option<String>,
+}
+
+/// The outcome of a removal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Removal {
+    /// Readers do not find it. The answer says nothing of old versions.
+    Done,
+    /// Readers do not find it, and the bucket keeps its bytes as an old version.
+    Hidden,
 }
 
 /// A service that takes objects. All of its calls block.
@@ -98,11 +118,28 @@ pub trait Uploads: Send + Sync + Debug {
     /// As for [`begin`](Self::begin).
     fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>>;
 
+    /// The version of an object, and the lock on it; `None` if the object does not exist.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    fn state(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<ObjectState>> {
+        Ok(self.version(at, watch)?.map(|version| ObjectState { version, lock: None }))
+    }
+
+    /// The lock that keeps versions of this object from being deleted, in words: its own, or the one that its bucket gives to each new
+    /// object. `None`: there is none, or these credentials may not see it.
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin): nobody knows.
+    fn lock(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
+        Ok(self.state(at, watch)?.and_then(|state| state.lock))
+    }
+
     /// Removes an object. One that is not there is no error.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin).
-    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()>;
+    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Removal>;
 
     /// The time since an object was written, by the server's clock; `None` if the object does not exist.
     ///
@@ -129,12 +166,13 @@ pub trait Uploads: Send + Sync + Debug {
     }
 
     /// True if the service keeps to conditions. `probe` is an object that is not there: a service that is not known is asked to
-    /// replace it, which it must refuse. After `false` it is there, and empty: the caller removes it.
+    /// replace it, at once or by an upload in parts, which it must refuse. After `false` it is there, with one byte at most: the
+    /// caller removes it.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin): nobody knows.
-    fn heeds_conditions(&self, probe: &Location, watch: &dyn UploadWatch) -> Result<bool> {
-        let _ = (probe, watch);
+    fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> Result<bool> {
+        let _ = (probe, in_parts, watch);
         Ok(true)
     }
 

@@ -8,3 +8,4 @@ pub(super) mod s3;
 mod services;
 pub(super) mod settings;
 mod upload;
+mod versions;

@@ -5,6 +5,7 @@
 //! ignore it: then [`Uploaded::is_checked`] is false.
 
 use super::redirect::is_of_amazon;
+use super::versions::{default_lock, is_removed, own_lock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::tokens::form;
@@ -15,7 +16,7 @@ use crate::store::remote::http::xml;
 use crate::store::remote::listing::parts;
 use crate::store::remote::upload::{changed, content_type, is_checked, other_bytes, since, Courier, Reply, WriteOrder};
 use crate::store::upload::{
-    PartLimits, Precondition, Sender, UnfinishedUpload, Upload, UploadWatch, Uploaded, Uploads,
+    ObjectState, PartLimits, Precondition, Removal, Sender, UnfinishedUpload, Upload, UploadWatch, Uploaded, Uploads,
 };
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
@@ -153,19 +154,14 @@ impl Uploads for S3Uploads {
     }
 
     fn put(&self, at: &Location, bytes: &[u8], when: &Precondition, watch: &dyn UploadWatch) -> Result<Uploaded> {
-        let crc = sum(crc32c::crc32c(bytes));
-        let mut fields = condition(when);
-        fields.extend([(SUM, crc.clone()), ("content-type", content_type(at).to_owned())]);
-        let ask = S3Ask { at, method: "PUT", query: &[], fields: &fields, is_long: false };
-        let reply = self.send(&ask, &[bytes], UNMET, watch)?;
-        if !UNMET.contains(&reply.status) {
-            let is_checked = is_checked(&reply, SUM, &crc, at)?;
-            return Ok(Uploaded { version: reply.field("etag"), is_checked, is_versioned: is_versioned(&reply) });
+        let mut reply = self.send_whole(at, bytes, when, watch)?;
+        if let Some(there) = self.whole(at, bytes, &reply, watch)? {
+            return Ok(there);
         }
-        // It may be there because of an earlier try whose answer was lost.
-        if reply.is_repeated {
-            if let Some(found) = self.is_there(at, bytes.len() as u64, &crc, watch)? {
-                return Ok(found);
+        if counts_removed(&*self.s3, &self.courier, at, when, &reply, watch)? {
+            reply = self.send_whole(at, bytes, &Precondition::Always, watch)?;
+            if let Some(there) = self.whole(at, bytes, &reply, watch)? {
+                return Ok(Uploaded { is_unguarded: true, ..there });
             }
         }
         if reply.status == 404 && (*when == Precondition::Always || reply.shown.contains("NoSuchBucket")) {
@@ -177,14 +173,40 @@ impl Uploads for S3Uploads {
     }
 
     fn version(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
-        let ask = S3Ask { at, method: "HEAD", query: &[], fields: &[], is_long: false };
-        let reply = self.send(&ask, &[], &[404], watch)?;
-        Ok((reply.status != 404).then(|| reply.field("etag").unwrap_or_default()))
+        Ok(self.state(at, watch)?.map(|state| state.version))
     }
 
-    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
+    fn state(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<ObjectState>> {
+        let ask = S3Ask { at, method: "HEAD", query: &[], fields: &[], is_long: false };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        let state = || ObjectState { version: reply.field("etag").unwrap_or_default(), lock: own_lock(&reply) };
+        Ok((reply.status != 404).then(state))
+    }
+
+    fn lock(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<String>> {
+        let own = self.state(at, watch).map(|state| state.and_then(|state| state.lock));
+        if let Ok(Some(lock)) = own {
+            return Ok(Some(lock));
+        }
+        // Some servers apply the retention of a bucket when something is to be deleted, and say it of no object.
+        let bucket = bucket_of(at)?;
+        let query = [("object-lock", String::new())];
+        let ask = S3Ask { at: &bucket, method: "GET", query: &query, fields: &[], is_long: false };
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        let other = |()| reply.unexpected("no configuration of object lock came").at(&bucket);
+        match reply.status {
+            404 => Ok(None),
+            _ => default_lock(&String::from_utf8_lossy(&reply.body)).map_err(other),
+        }
+    }
+
+    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Removal> {
         let ask = S3Ask { at, method: "DELETE", query: &[], fields: &[], is_long: false };
-        self.send(&ask, &[], &[404], watch).map(drop)
+        let reply = self.send(&ask, &[], &[404], watch)?;
+        match reply.field("x-amz-delete-marker").as_deref() {
+            Some("true") => Ok(Removal::Hidden),
+            _ => Ok(Removal::Done),
+        }
     }
 
     fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
@@ -199,10 +221,10 @@ impl Uploads for S3Uploads {
 
     fn unfinished(&self, folder: &Location, watch: &dyn UploadWatch) -> Result<Option<Vec<UnfinishedUpload>>> {
         let text = folder.to_string();
-        let (bucket, key) = parts(&text)?;
+        let (_, key) = parts(&text)?;
         let root = text.strip_suffix(key).unwrap_or(&text).trim_end_matches('/').to_owned();
         let prefix = if key.is_empty() || key.ends_with('/') { key.to_owned() } else { format!("{key}/") };
-        let bucket = Location::Url(format!("{}://{bucket}/", folder.scheme().unwrap_or_default()));
+        let bucket = bucket_of(folder)?;
         let (mut found, mut behind) = (Vec::new(), None);
         loop {
             let page = self.unfinished_page(&bucket, &prefix, behind.as_ref(), watch)?;
@@ -226,15 +248,19 @@ impl Uploads for S3Uploads {
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
-    fn heeds_conditions(&self, probe: &Location, watch: &dyn UploadWatch) -> Result<bool> {
-        let (address, ..) = self.s3.worded(&probe.to_string(), "PUT", "", &[])?;
-        if is_of_amazon(&address.server.host) {
+    fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> Result<bool> {
+        if is_amazon(&*self.s3, probe)? {
             return Ok(true);
         }
-        match self.put(probe, &[], &Precondition::Version("\"penstock\"".to_owned()), watch) {
+        let other = Precondition::Version("\"penstock\"".to_owned());
+        let written = match in_parts {
+            true => self.put_in_parts(probe, &other, watch),
+            false => self.put(probe, &[], &other, watch).map(drop),
+        };
+        match written {
             Err(e) if e.kind() == ErrorKind::Changed => Ok(true),
             Err(e) => Err(e),
-            Ok(_) => Ok(false),
+            Ok(()) => Ok(false),
         }
     }
 
@@ -295,9 +321,36 @@ impl S3Uploads {
         Ok(page)
     }
 
-    /// The version of the object if it has this size and checksum.
-    fn is_there(&self, at: &Location, size: u64, crc: &str, watch: &dyn UploadWatch) -> Result<Option<Uploaded>> {
-        is_there(&*self.s3, &self.courier, at, size, crc, watch)
+    /// The answer to the request that writes a small object.
+    fn send_whole(&self, at: &Location, bytes: &[u8], when: &Precondition, watch: &dyn UploadWatch) -> Result<Reply> {
+        let mut fields = condition(when);
+        fields.extend([(SUM, sum(crc32c::crc32c(bytes))), ("content-type", content_type(at).to_owned())]);
+        let ask = S3Ask { at, method: "PUT", query: &[], fields: &fields, is_long: false };
+        self.send(&ask, &[bytes], UNMET, watch)
+    }
+
+    /// The small object, if the answer says that it is written.
+    fn whole(&self, at: &Location, bytes: &[u8], reply: &Reply, watch: &dyn UploadWatch) -> Result<Option<Uploaded>> {
+        let crc = sum(crc32c::crc32c(bytes));
+        if !UNMET.contains(&reply.status) {
+            return Ok(Some(uploaded(reply, reply.field("etag"), is_checked(reply, SUM, &crc, at)?)));
+        }
+        // It may be there because of an earlier try whose answer was lost.
+        match reply.is_repeated {
+            true => is_there(&*self.s3, &self.courier, at, bytes.len() as u64, &crc, watch),
+            false => Ok(None),
+        }
+    }
+
+    /// Writes an object of one byte by an upload in parts, which does not stay if that fails.
+    fn put_in_parts(&self, at: &Location, when: &Precondition, watch: &dyn UploadWatch) -> Result<()> {
+        let upload = self.begin(at, 1, LIMITS.least, when, watch)?;
+        let written = upload.part(0, 0, &[b"\0"], watch).and_then(|()| upload.finish(watch));
+        written.map(drop).or_else(|failed| {
+            let stays = |why: &str| format!("an upload of one byte stays incomplete: {why}");
+            upload.abort(watch).map_err(|e| e.reworded(stays))?;
+            Err(failed)
+        })
     }
 }
 
@@ -315,13 +368,48 @@ fn is_there(
     let is_it = reply.status != 404
         && reply.field(SUM).is_some_and(|found| found == crc)
         && reply.field("content-length").is_some_and(|found| found == size.to_string());
-    let is_versioned = is_versioned(&reply);
-    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true, is_versioned }))
+    Ok(is_it.then(|| uploaded(&reply, reply.field("etag"), true)))
 }
 
-/// True if the answer names a version: a bucket without versioning has none, and one that was suspended calls it `null`.
-fn is_versioned(reply: &Reply) -> bool {
-    reply.field("x-amz-version-id").is_some_and(|version| version != "null")
+/// The object that an answer tells of.
+fn uploaded(reply: &Reply, version: Option<String>, is_checked: bool) -> Uploaded {
+    // A bucket without versioning has none, and one that was suspended calls it `null`.
+    let is_versioned = reply.field("x-amz-version-id").is_some_and(|version| version != "null");
+    Uploaded { version, is_checked, is_versioned, ..Uploaded::default() }
+}
+
+fn is_amazon(s3: &dyn SignsWrites, at: &Location) -> Result<bool> {
+    let (address, ..) = s3.worded(&at.to_string(), "PUT", "", &[])?;
+    Ok(is_of_amazon(&address.server.host))
+}
+
+/// The bucket of an object.
+fn bucket_of(at: &Location) -> Result<Location> {
+    let text = at.to_string();
+    let (bucket, _) = parts(&text)?;
+    Ok(Location::Url(format!("{}://{bucket}/", at.scheme().unwrap_or_default())))
+}
+
+/// True if the server refuses the condition that there is no such object because of one that was removed, and whose old versions it keeps.
+/// S3 does not: <https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html>. versitygw 1.8 does.
+fn counts_removed(
+    s3: &dyn SignsWrites,
+    courier: &Courier,
+    at: &Location,
+    when: &Precondition,
+    reply: &Reply,
+    watch: &dyn UploadWatch,
+) -> Result<bool> {
+    if *when != Precondition::Absent || reply.status != 412 || is_amazon(s3, at)? {
+        return Ok(false);
+    }
+    let (text, bucket) = (at.to_string(), bucket_of(at)?);
+    let (_, key) = parts(&text)?;
+    let query = [("prefix", key.to_owned()), ("versions", String::new())];
+    let ask = S3Ask { at: &bucket, method: "GET", query: &query, fields: &[], is_long: false };
+    // Without an answer the object counts as one that is there.
+    let listed = send(s3, courier, &ask, &[], &[], watch);
+    Ok(listed.is_ok_and(|reply| is_removed(&String::from_utf8_lossy(&reply.body), key)))
 }
 
 /// The texts of the elements directly in the root, which must have this name.
@@ -366,6 +454,47 @@ impl S3Upload {
         text += "</CompleteMultipartUpload>";
         (text, format!("{}-{}", sum(crc32c::crc32c(&sums)), parts.len()), is_checked)
     }
+
+    /// The answer to the request that makes the parts an object.
+    fn complete(&self, when: &Precondition, watch: &dyn UploadWatch) -> Result<Reply> {
+        let (text, ..) = self.listed();
+        let mut fields = condition(when);
+        fields.push(("content-type", "application/xml".to_owned()));
+        let query = [self.id()];
+        let ask = S3Ask { at: &self.at, method: "POST", query: &query, fields: &fields, is_long: true };
+        let mut reply = self.send(&ask, &[text.as_bytes()], UNMET, watch)?;
+        // An answer of 200 can be an error that came up while the server worked, and goes away.
+        for _ in 0..TRIES {
+            let body = String::from_utf8_lossy(&reply.body);
+            if reply.status != 200 || !PASSING.iter().any(|code| body.contains(&format!("<Code>{code}</Code>"))) {
+                break;
+            }
+            watch.check()?;
+            std::thread::sleep(PAUSE);
+            let again = self.send(&ask, &[text.as_bytes()], UNMET, watch)?;
+            reply = again;
+            reply.is_repeated = true;
+        }
+        Ok(reply)
+    }
+
+    /// The object, if the answer says that it is there.
+    fn completed(&self, reply: &Reply, watch: &dyn UploadWatch) -> Result<Option<Uploaded>> {
+        let (_, whole, is_checked) = self.listed();
+        if UNMET.contains(&reply.status) {
+            // The server may have done so at an earlier try whose answer was lost: then it knows the upload no more.
+            return match reply.is_repeated {
+                true => is_there(&*self.s3, &self.courier, &self.at, self.size, &whole, watch),
+                false => Ok(None),
+            };
+        }
+        let found = texts(reply, "CompleteMultipartUploadResult", &self.at)?;
+        // Without a `-` it is that of the whole object.
+        if let Some(sum) = found.get("ChecksumCRC32C").filter(|sum| sum.contains('-') && **sum != whole) {
+            return Err(other_bytes(sum, &whole, &self.at));
+        }
+        Ok(Some(uploaded(reply, found.get("ETag").cloned(), is_checked)))
+    }
 }
 
 impl Upload for S3Upload {
@@ -390,45 +519,23 @@ impl Upload for S3Upload {
     }
 
     fn finish(&self, watch: &dyn UploadWatch) -> Result<Uploaded> {
-        let (text, whole, is_checked) = self.listed();
-        let mut fields = condition(&self.condition);
-        fields.push(("content-type", "application/xml".to_owned()));
-        let query = [self.id()];
-        let ask = S3Ask { at: &self.at, method: "POST", query: &query, fields: &fields, is_long: true };
-        let mut reply = self.send(&ask, &[text.as_bytes()], UNMET, watch)?;
-        // An answer of 200 can be an error that came up while the server worked, and goes away.
-        for _ in 0..TRIES {
-            let body = String::from_utf8_lossy(&reply.body);
-            if reply.status != 200 || !PASSING.iter().any(|code| body.contains(&format!("<Code>{code}</Code>"))) {
-                break;
+        let mut reply = self.complete(&self.condition, watch)?;
+        if let Some(there) = self.completed(&reply, watch)? {
+            return Ok(there);
+        }
+        if counts_removed(&*self.s3, &self.courier, &self.at, &self.condition, &reply, watch)? {
+            reply = self.complete(&Precondition::Always, watch)?;
+            if let Some(there) = self.completed(&reply, watch)? {
+                return Ok(Uploaded { is_unguarded: true, ..there });
             }
-            watch.check()?;
-            std::thread::sleep(PAUSE);
-            let again = self.send(&ask, &[text.as_bytes()], UNMET, watch)?;
-            reply = again;
-            reply.is_repeated = true;
         }
-        if UNMET.contains(&reply.status) {
-            // The server may have done so at an earlier try whose answer was lost: then it knows the upload no more.
-            let found = match reply.is_repeated {
-                true => is_there(&*self.s3, &self.courier, &self.at, self.size, &whole, watch)?,
-                false => None,
-            };
-            let gone = || match reply.status {
-                409 | 412 => changed(&self.at, &reply),
-                _ if self.condition != Precondition::Always && !reply.shown.contains("NoSuchUpload") => {
-                    changed(&self.at, &reply)
-                }
-                _ => reply.unexpected("the upload is gone").at(&self.at),
-            };
-            return found.ok_or_else(gone);
-        }
-        let found = texts(&reply, "CompleteMultipartUploadResult", &self.at)?;
-        // Without a `-` it is that of the whole object.
-        if let Some(sum) = found.get("ChecksumCRC32C").filter(|sum| sum.contains('-') && **sum != whole) {
-            return Err(other_bytes(sum, &whole, &self.at));
-        }
-        Ok(Uploaded { version: found.get("ETag").cloned(), is_checked, is_versioned: is_versioned(&reply) })
+        Err(match reply.status {
+            409 | 412 => changed(&self.at, &reply),
+            _ if self.condition != Precondition::Always && !reply.shown.contains("NoSuchUpload") => {
+                changed(&self.at, &reply)
+            }
+            _ => reply.unexpected("the upload is gone").at(&self.at),
+        })
     }
 
     fn abort(&self, watch: &dyn UploadWatch) -> Result<()> {

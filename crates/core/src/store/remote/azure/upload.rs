@@ -11,7 +11,7 @@ use crate::store::remote::http::address::Address;
 use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::Requests;
 use crate::store::remote::upload::{changed, content_type, is_checked, since, Courier, Reply, WriteOrder};
-use crate::store::upload::{PartLimits, Precondition, Sender, Upload, UploadWatch, Uploaded, Uploads};
+use crate::store::upload::{PartLimits, Precondition, Removal, Sender, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
 use std::collections::BTreeMap;
@@ -100,8 +100,13 @@ fn marked(
     let ask = AzureAsk { at, method: "HEAD", query: &[], fields: String::new() };
     let reply = send(azure, courier, &ask, &[], &[404], watch)?;
     let is_it = reply.status != 404 && reply.field(MARK).is_some_and(|found| found == mark);
-    let is_versioned = is_versioned(&reply);
-    Ok(is_it.then(|| Uploaded { version: reply.field("etag"), is_checked: true, is_versioned }))
+    Ok(is_it.then(|| uploaded(&reply, true)))
+}
+
+/// The blob that an answer tells of.
+fn uploaded(reply: &Reply, is_checked: bool) -> Uploaded {
+    let (version, is_versioned) = (reply.field("etag"), is_versioned(reply));
+    Uploaded { version, is_checked, is_versioned, ..Uploaded::default() }
 }
 
 /// True if the answer names a version, which only accounts with versioning have.
@@ -207,7 +212,7 @@ impl Uploads for AzureUploads {
         let reply = self.send(&ask, &[bytes], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
             let is_checked = is_checked(&reply, SUM, &crc, at)?;
-            return Ok(Uploaded { version: reply.field("etag"), is_checked, is_versioned: is_versioned(&reply) });
+            return Ok(uploaded(&reply, is_checked));
         }
         let found = match reply.is_repeated {
             true => marked(&*self.azure, &self.courier, at, &mark, watch)?,
@@ -222,7 +227,7 @@ impl Uploads for AzureUploads {
         Ok((reply.status != 404).then(|| reply.field("etag").unwrap_or_default()))
     }
 
-    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
+    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Removal> {
         let ask = AzureAsk { at, method: "DELETE", query: &[], fields: String::new() };
         let reply = self.send(&ask, &[], &[404, 409], watch)?;
         if reply.status == 409 {
@@ -230,7 +235,7 @@ impl Uploads for AzureUploads {
             let text = format!("the server does not let it be removed ({})", reply.shown);
             return Err(Error::new(ErrorKind::Permission, text).at(at).answered(409, None));
         }
-        Ok(())
+        Ok(Removal::Done)
     }
 
     fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
@@ -286,7 +291,7 @@ impl Upload for AzureUpload {
         let ask = AzureAsk { at: &self.at, method: "PUT", query: &[("comp", "blocklist".to_owned())], fields };
         let reply = send(&*self.azure, &self.courier, &ask, &[text.as_bytes()], &[409, 412], watch)?;
         if !matches!(reply.status, 409 | 412) {
-            return Ok(Uploaded { version: reply.field("etag"), is_checked, is_versioned: is_versioned(&reply) });
+            return Ok(uploaded(&reply, is_checked));
         }
         let found = match reply.is_repeated {
             true => marked(&*self.azure, &self.courier, &self.at, &self.mark, watch)?,

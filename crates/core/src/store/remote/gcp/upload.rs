@@ -12,7 +12,7 @@ use crate::store::remote::http::common::Common;
 use crate::store::remote::http::request::{bearer_field, Requests};
 use crate::store::remote::listing::parts;
 use crate::store::remote::upload::{changed, content_type, other_bytes, since, Courier, Reply, WriteOrder};
-use crate::store::upload::{PartLimits, Precondition, Sender, Upload, UploadWatch, Uploaded, Uploads};
+use crate::store::upload::{PartLimits, Precondition, Removal, Sender, Upload, UploadWatch, Uploaded, Uploads};
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
 use serde_json::{json, Value};
@@ -143,7 +143,7 @@ fn uploaded(reply: &Reply, crc: &str, at: &Location) -> Result<Uploaded> {
         return Err(other_bytes(found, crc, at));
     }
     // No answer says whether the bucket has versions: `keeps_version` asks.
-    Ok(Uploaded { version: generation(&said), is_checked: said["crc32c"].is_string(), is_versioned: false })
+    Ok(Uploaded { version: generation(&said), is_checked: said["crc32c"].is_string(), ..Uploaded::default() })
 }
 
 fn generation(said: &Value) -> Option<String> {
@@ -198,7 +198,7 @@ impl Uploads for GcsUploads {
         // It may be there because of an earlier try whose answer was lost.
         if reply.is_repeated {
             if let Some(found) = self.found(at, watch)?.filter(|found| found["crc32c"].as_str() == Some(&crc)) {
-                return Ok(Uploaded { version: generation(&found), is_checked: true, is_versioned: false });
+                return Ok(Uploaded { version: generation(&found), is_checked: true, ..Uploaded::default() });
             }
         }
         Err(changed(at, &reply))
@@ -208,9 +208,9 @@ impl Uploads for GcsUploads {
         Ok(self.found(at, watch)?.map(|found| generation(&found).unwrap_or_default()))
     }
 
-    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<()> {
+    fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Removal> {
         let ask = GcsAsk { at, kind: GcsResource::Object, method: "DELETE", query: &[], fields: String::new() };
-        self.send(&ask, &[], &[404], watch).map(drop)
+        self.send(&ask, &[], &[404], watch).map(|_| Removal::Done)
     }
 
     fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
@@ -332,7 +332,7 @@ impl Upload for GcsUpload {
             let is_it =
                 |found: &Value| found["crc32c"].as_str() == Some(&crc) && found["size"] == json!(size.to_string());
             if let Some(found) = self.service.found(&self.at, watch)?.filter(is_it) {
-                return Ok(Uploaded { version: generation(&found), is_checked: true, is_versioned: false });
+                return Ok(Uploaded { version: generation(&found), is_checked: true, ..Uploaded::default() });
             }
         }
         match reply.status {
