@@ -479,7 +479,9 @@ def test_each_object_and_part_is_sent_with_a_checksum(bucket: Uploads, monkeypat
 def test_a_service_that_counts_a_removed_object_as_one_that_is_there_is_told(bucket: Uploads) -> None:
     """As versitygw 1.8 does in a bucket with versions: the condition that nothing is there never holds again."""
     bucket.keeps_versions = bucket.counts_removed = True
-    for seed, arguments in enumerate([{"tensors_or_module": tensors(0)}, shards(1), {"tensors_or_module": tensors(2)}, shards(3)]):
+    for seed, arguments in enumerate(
+        [{"tensors_or_module": tensors(0)}, shards(1), {"tensors_or_module": tensors(2)}, shards(3)]
+    ):
         report = penstock.save(**arguments, directory=PLACE, storage=settings(bucket))
         assert same(load(bucket), tensors(seed)) and not bucket.under_way
         again = [(GUARD, "a question before the request")] * (seed > 1)

@@ -469,8 +469,7 @@ impl ObjectsTarget {
 
     /// True if this is so of something that is there by now.
     fn shows(&self, what: impl Fn(&Uploaded) -> bool) -> bool {
-        let is_so =
-            |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if what(there));
+        let is_so = |object: &ObjectUnderWay| matches!(&*lock(&object.stage), UploadStage::There(there) if what(there));
         self.objects.iter().any(is_so) || lock(&self.index_there).as_ref().is_some_and(&what)
     }
 

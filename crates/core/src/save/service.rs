@@ -33,7 +33,9 @@ impl ServiceReport<'_> {
         let (to, reason) = match guard {
             WriterGuard::Unasked(at) => {
                 let at = at.as_path().display();
-                let why = format!("without the right to list the prefix or to look at {at} its request has no condition");
+                let why = format!(
+                    "without the right to list the prefix or to look at {at} it was written without a condition"
+                );
                 ("none", format!("{why}, {unnoticed}"))
             }
             WriterGuard::Dropped => {
@@ -89,7 +91,8 @@ impl ServiceReport<'_> {
         }
         let until = match before.lock.as_ref().or(lock.as_ref()) {
             Some(lock) => format!("and nobody can delete those as long as object lock keeps them ({lock})"),
-            None => "until a lifecycle rule removes those. A lock on them would delay that; the answers show none".to_owned(),
+            None => "until a lifecycle rule removes those. A lock on them would delay that; the answers show none"
+                .to_owned(),
         };
         let reason =
             format!("the bucket keeps versions: objects that are replaced or removed stay as old ones, {until}");
