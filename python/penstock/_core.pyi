@@ -463,8 +463,7 @@ class Bucket:
     def age(self, address: str) -> float | None:
         """Seconds since an object was written, by the server's clock; None if there is none."""
     def remove(self, address: str) -> bool:
-        """Removes an object, and returns whether the bucket keeps its bytes as an old version. One that is not there is no
-        error."""
+        """Removes an object. True: its bytes stay as an old version. One that is not there is no error."""
     def forget(self, address: str, name: str) -> None:
         """Has the server forget an upload with this name. One that it does not know is no error."""
     def unfinished(self) -> list[tuple[str, str, float]] | None:

@@ -1,4 +1,4 @@
-"""Saves to buckets of versitygw that keep versions and lock them (object lock). `make test-servers` builds it and runs this."""
+"""Saves to buckets of versitygw that keep versions and lock them (object lock). `make test-servers` runs this."""
 
 from __future__ import annotations
 
