@@ -546,6 +546,15 @@ def test_a_trial_of_conditions_without_an_answer_is_told(bucket: Uploads) -> Non
         assert told(report) == [(GUARD, "not known")] and "not there" in report.fallbacks[0]["reason"]
 
 
+def test_a_trial_of_conditions_that_stays_incomplete_is_told(bucket: Uploads) -> None:
+    bucket.refuses = lambda method, key, query: (
+        error(403, "AccessDenied", "no end") if method == "DELETE" and TRIAL in key else None
+    )
+    report = penstock.save(tensors(1), PLACE, storage=settings(bucket))
+    assert told(report) == [(GUARD, "not known")] and len(bucket.under_way) == 1
+    assert "an upload of one byte stays incomplete: " in report.fallbacks[0]["reason"]
+
+
 def test_without_the_right_to_look_there_is_no_guard_and_this_is_told(bucket: Uploads) -> None:
     penstock.save(tensors(1), PLACE, storage=settings(bucket))
     bucket.refuses = denied("HEAD")

@@ -94,7 +94,8 @@ def test_saves_over_each_other_work_and_say_that_nothing_can_be_deleted(server: 
         assert told(report) == again + [LOCKED] + [KEPT] * (number > 0), (number, report.fallbacks)
         assert f"({mode} for 2 days" in report.fallbacks[-1]["reason"]
         objects += len(report.files)
-        assert len(versions(server, bucket)) == objects, "all that was ever written"
+        assert len(versions(server, bucket)) == objects, "all that was ever written, and no trial"
+        assert b"<Upload>" not in server.ask("GET", bucket, query="uploads=")
     locked(server, bucket)
 
 
@@ -155,6 +156,8 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(server: Server) -> None:
         slow = server.storage(bandwidth="20MB")
         penstock.save(state(2), place, max_shard_size="7MB", progress=second, storage=slow)
     assert loads(server, place, 1)
+    assert len(versions(server, bucket)) == 3 + 3 + 2, "two shards that were removed at once are locked too"
+    locked(server, bucket)
 
 
 def test_locks_of_single_objects_are_told(server: Server) -> None:
