@@ -62,6 +62,26 @@ def test_questions_at_the_same_time_have_threads_of_their_own():
     assert len(threads()) == 2
 
 
+def test_a_thread_that_is_kept_answers_where_no_other_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with _patience.kept_asker():
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        assert {patiently(threading.get_ident, 5.0) for _ in range(9)} == {threads()[0].ident}
+        hangs = threading.Event()
+        with pytest.raises(penstock.StalledError):
+            patiently(hangs.wait, 0.1)
+        with pytest.raises(penstock.LimitError):  # it is left behind
+            patiently(lambda: 7, 5.0)
+        monkeypatch.setattr(threading.Thread, "start", started)
+        assert patiently(lambda: 7, 5.0) == 7
+    hangs.set()
+    until(lambda: not threads())
+
+
 def test_a_thread_that_nobody_asks_ends():
     patiently(lambda: None, 5.0)
     until(lambda: not threads())

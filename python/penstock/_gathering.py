@@ -50,14 +50,19 @@ class Messages:
         self._room: dict[str, Any] = {}
         """By kinds of devices: memory that messages come to, one after the other."""
 
-    def send(self, tensor: Any, to: int, look: Callable[[], object]) -> None:
-        """Sends the bytes of a tensor. ``look`` is called meanwhile, and may raise."""
+    def send(self, tensor: Any, to: int, look: Callable[[], object], *, settled: bool = False) -> None:
+        """Sends the bytes of a tensor. ``look`` is called meanwhile, and may raise.
+
+        ``settled``: the tensor may change when this returns. NCCL sends on a stream, after the call.
+        """
 
         def work() -> None:
             from torch import distributed
 
             with _on(tensor.device):
                 distributed.send(packed(tensor), self._ranks[to], group=self._group, tag=self._tag)
+                if settled:
+                    _await_stream(tensor.device)
 
         self._do(work, look)
 
@@ -219,6 +224,15 @@ class _on:
             torch.cuda.set_device(self._device)
 
     def __exit__(self, *_: object) -> None: ...
+
+
+def _await_stream(device: Any) -> None:
+    """Waits for the work of this thread's stream on a device."""
+    import torch
+
+    current = getattr(getattr(torch, device.type, None), "current_stream", None)
+    if device.type != "cpu" and current is not None:
+        current(device).synchronize()
 
 
 def packed(tensor: Any) -> Any:

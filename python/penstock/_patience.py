@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -90,9 +91,27 @@ class _Asked:
 
 class _Current(threading.local):
     asked: _Asked | None = None
+    kept: _Asker | None = None
+    """The thread that works for this one alone."""
 
 
 _current = _Current()
+
+
+@contextmanager
+def kept_asker() -> Iterator[None]:
+    """Keeps a thread for the questions of this one, if one can be started. From Python 3.12 on none can while the
+    interpreter ends, and this one may have to ask then.
+    """
+    asker = _Asker()
+    with suppress(RuntimeError):
+        asker.start()
+        _current.kept = asker
+    try:
+        yield
+    finally:
+        _current.kept = None
+        asker.work.put(None)
 
 
 def asking(path: str | os.PathLike[str]) -> None:
@@ -151,12 +170,14 @@ def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | No
             failure.append(error)
         finally:
             _current.asked = None
-            with _idle_lock:
-                _idle.append(thread)  # before the caller goes on, and asks again
+            if kept is None:
+                with _idle_lock:
+                    _idle.append(thread)  # before the caller goes on, and asks again
             over.set()
 
+    kept, _current.kept = _current.kept, None  # a question of a `__del__` meanwhile has another thread
     with _idle_lock:
-        idle = _idle.pop() if _idle else None
+        idle = kept or (_idle.pop() if _idle else None)
     thread = idle or _Asker()
     thread.work.put(run)
     if idle is None:
@@ -177,6 +198,10 @@ def patiently(work: Callable[[], T], stall_timeout: float | None, path: str | No
                 raise stalled(stall, asked.path)
     finally:
         asked.left.set()
+        if kept is not None:
+            _current.kept = kept if over.is_set() else None  # one that hangs is left behind
+            if not over.is_set():
+                kept.work.put(None)
     if failure:
         try:
             raise failure[0]

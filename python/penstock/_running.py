@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from . import _core
 from ._errors import PenstockError
@@ -33,12 +33,24 @@ class _Begun:
         self.core, self.device, self.stream = core, device, stream
 
 
+class RunningSave(Protocol):
+    """A save in the background: that of one process is the core's own."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def done(self) -> bool: ...
+    def copied(self, timeout: float | None = None) -> bool: ...
+    def progress(self) -> tuple[int, int]: ...
+    def close(self) -> None: ...
+    def files(self) -> list[str]: ...
+    def report(self) -> dict[str, Any]: ...
+
+
 #: Loads that somebody still has, running or not.
 _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionary()
 #: Streams that were not closed and have not come to their end.
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 #: Saves in the background that somebody still has, with their places.
-_saves: weakref.WeakKeyDictionary[_core.Save, str] = weakref.WeakKeyDictionary()
+_saves: weakref.WeakKeyDictionary[RunningSave, str] = weakref.WeakKeyDictionary()
 #: Ranks that watch each other, with what they do in words.
 _watches: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 #: Other work that is under way, by a number.
@@ -156,7 +168,7 @@ def over(stream: _core.Load) -> None:
     _streams.discard(stream)
 
 
-def saves(save: _core.Save, place: str) -> None:
+def saves(save: RunningSave, place: str) -> None:
     """This save runs in the background."""
     _saves[save] = place
 

@@ -18,7 +18,7 @@ from ._describing import describe as describe
 from ._describing import fill_numpy as fill_numpy
 from ._describing import fill_torch as fill_torch
 from ._dtypes import DTYPES
-from ._errors import InvalidError, UnsupportedError
+from ._errors import InvalidError
 from ._events import observe
 from ._late_imports import importing
 from ._paths import is_web, target_folder, target_path, without_secrets
@@ -66,10 +66,8 @@ def _write(request: SaveRequest, tensors: Mapping[str, Any], progress: Progress)
                 save.close()
 
 
-def _start(request: SaveRequest, tensors: Mapping[str, Any], progress: Progress, snapshot: bool) -> SaveJob:
+def _start(request: SaveRequest, tensors: Mapping[str, Any], snapshot: bool) -> SaveJob:
     """The same in the background."""
-    if progress:
-        raise InvalidError(f"progress={progress!r}: a save in the background shows nothing: ask its job (`progress`)")
     seen = observe("save", request.shown).begin()
     try:
         request.check()
@@ -86,12 +84,14 @@ def _start(request: SaveRequest, tensors: Mapping[str, Any], progress: Progress,
         raise
 
 
-def _check_wait(wait: object, snapshot: object) -> None:
+def _check_wait(wait: object, snapshot: object, progress: Progress) -> None:
     for name, value in (("wait", wait), ("snapshot", snapshot)):
         if not isinstance(value, bool):
             raise InvalidError(f"{name}={value!r}: give True or False")
     if snapshot and wait:
         raise InvalidError("snapshot=True: the call returns when everything is written: give wait=False with it")
+    if progress and not wait:
+        raise InvalidError(f"progress={progress!r}: a save in the background shows nothing: ask its job (`progress`)")
 
 
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None, *, layout: Layout) -> bytes:
@@ -220,14 +220,14 @@ def save_file(
         WriteError: a tensor cannot be packed.
         OutOfMemoryError: there is no memory for staging, to pack a tensor, or for a snapshot. Nothing was written.
     """
-    _check_wait(wait, snapshot)
+    _check_wait(wait, snapshot, progress)
     named = target_path(filename, "filename")
     if named.endswith(("/", "/.")) or (is_web(named) and named.count("/") < 3):
         raise InvalidError(f"filename={without_secrets(named)!r}: this is a folder: give the name of a file in it")
     folder, name = _split(named)
     request = SaveRequest(folder, name, metadata, None, layout, order, fsync, options, storage, checkpoint=False)
     if not wait:
-        return _start(request, tensors, progress, snapshot)
+        return _start(request, tensors, snapshot)
     return _write(request, tensors, progress)[0]
 
 
@@ -265,7 +265,7 @@ def save(
     storage: Storage | None = None,
     wait: Literal[False],
     snapshot: bool = False,
-    group: None = None,
+    group: Any = None,
 ) -> SaveJob: ...
 def save(
     tensors_or_module: Any,
@@ -301,20 +301,21 @@ def save(
         group: The ranks that save one checkpoint together: a process group, a `DeviceMesh`, or (store, rank, size).
             Each rank gives its own tensors; a `DTensor` is saved whole, from the parts that ranks have of it. A plain
             tensor that several ranks have by one name is saved once: their bytes are not compared. The files have names
-            that no other save has, and an index. Not with ``wait=False``.
+            that no other save has, and an index. With ``wait=False`` each rank gets a job of its own. All messages of
+            the process group are sent before the call returns. Another thread then writes, uploads, and talks to the
+            other ranks through the rendezvous store, which must stay until the job is done. A second save of the group
+            waits until this one is done.
 
     The other arguments, the report and the errors are those of `save_file`. ``files`` in the report lists the names of
     the files. If a file of an earlier save cannot be removed, the error says so, and the new files have their names.
     With ``group``, ``PeerError`` says which rank is gone or has failed, and ``PlanMismatchError`` what does not fit.
-    The report is that of this rank's files, and ``files`` lists those of all ranks.
+    The report is that of this rank's files, and ``files`` lists those of all ranks. A job raises these errors if they
+    come after the call has returned.
     """
 
     def ask() -> tuple[SaveRequest, Mapping[str, Any]]:
         """The arguments, checked. Raises on each rank by itself."""
-        _check_wait(wait, snapshot)
-        if group is not None and not wait:
-            text = "wait=False: ranks that save together need the group until the save is done: give group= without it"
-            raise UnsupportedError(text)
+        _check_wait(wait, snapshot, progress)
         tensors: Mapping[str, Any] = tensors_or_module
         more: dict[str, str] = {}
         if not isinstance(tensors_or_module, Mapping):
@@ -330,11 +331,11 @@ def save(
         with importing():
             from . import _save_ranks
         if _save_ranks.are_several(group):
-            return _save_ranks.save(ask, group, progress)
+            return _save_ranks.save(ask, group, progress) if wait else _save_ranks.start(ask, group, snapshot)
         request, tensors = ask()
         tensors = _save_ranks.of_one_rank(tensors)
     if not wait:
-        return _start(request, tensors, progress, snapshot)
+        return _start(request, tensors, snapshot)
     report, files = _write(request, tensors, progress)
     report["files"] = files
     return report

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from types import TracebackType
 
-from . import _core, _running
+from . import _running
 from ._errors import CancelledError, PenstockError, StalledError, raise_if_forked
 from ._events import NOTHING, Seen
 from ._job import copy_of, seconds_of
@@ -23,7 +23,7 @@ class SaveJob:
     every method raises `ForkedError`.
     """
 
-    def __init__(self, save: _core.Save, place: str, tensors: int, fsync: bool, seen: Seen) -> None:
+    def __init__(self, save: _running.RunningSave, place: str, tensors: int, fsync: bool, seen: Seen) -> None:
         self._owner = os.getpid()
         self._save, self._place = save, place
         self._tensors, self._fsync = tensors, fsync
@@ -51,8 +51,8 @@ class SaveJob:
         """Waits until all bytes have left the tensors, at most ``timeout`` seconds (None: without limit).
 
         Returns True if they have: from then on the tensors may change. Without a snapshot that is when every byte is
-        written, or confirmed by the server. Raises the error of a save that failed before. Once it is True it stays so,
-        also if the save fails later or is cancelled.
+        written, or confirmed by the server. It is about the tensors of this process. Raises the error of a save that
+        failed before. Once it is True it stays so, also if the save fails later or is cancelled.
         """
         self._check_process()
         seconds = seconds_of(timeout)

@@ -3,33 +3,42 @@
 1. The ranks meet (`Watch`), and from then on notice if one is gone. Each says what it has, and rank 0 makes the plan.
 2. Rank 0 begins its save, and the others after it: it lists what was there before.
 3. Parts of tensors come to their owners in one order. A rank that waits looks at the others.
+   With ``wait=False`` the call returns then. A thread does the rest, with the store alone (`_save_thread`).
 4. Files become whole, under names with a tag: readers of this library pass over them until an index names them. A
    program that takes every file of a folder finds them. Each rank says that its own are whole, and from then on asks
    before it removes them.
-5. The rank that asks first decides, see `_Ranks.decide`. Rank 0 asks when all are ready, and makes the index visible.
-   A rank that gives up asks too: if it is first, nothing becomes visible, and each rank removes its files.
+5. The rank that asks first decides, see `SavingRanks.decide`. Rank 0 asks when all are ready, and makes the index
+   visible. A rank that gives up asks too: if it is first, nothing becomes visible, and each rank removes its files.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from . import _core, _running
 from ._core import Options
 from ._described import Described
 from ._describing import checked_metadata, describe, device_kind, synchronize
-from ._errors import ArgumentTypeError, InvalidError, NotFoundError, PeerError, PenstockError, PlanMismatchError
+from ._errors import (
+    ArgumentTypeError,
+    CancelledError,
+    InvalidError,
+    NotFoundError,
+    PeerError,
+    PenstockError,
+    PlanMismatchError,
+)
 from ._events import observe
 from ._gathering import MessageError, Messages, Whole, check_unmarked, mark_failed, new_tag, packed, why_unsendable
-from ._group import Watch
 from ._member import member_of, new_group
 from ._memory import ADVICE, is_dtensor, part_of_dtensor
 from ._paths import is_web
@@ -37,18 +46,19 @@ from ._patience import LOOK, asking, patiently
 from ._placements import shape_of
 from ._progress import Meter, Progress
 from ._report import Report
+from ._save_job import SaveJob
+from ._save_meeting import HIDDEN, LAST_WORD, PUBLISH, UNKNOWN, VISIBLE, SavingRanks, meeting
 from ._save_parts import Had, Owned, Piece, Plan, nbytes_of, planned, sent_kinds, sequence
-from ._saving import SaveRequest, begin, report_of, supply
+from ._save_thread import SaveHandle, SaveThread
+from ._saving import SaveRequest, begin, check_room, report_of, supply
 
 #: Seconds for which rank 0 waits until it sees the files of other ranks: some network file systems show them late.
 _SHOWN = 10.0
-#: Seconds for which a rank waits for the last word of a rank that is gone.
-_LAST_WORD = 1.0
+#: Seconds between two looks of the thread of a job at the other ranks: nobody waits for it.
+_SELDOM = 0.2
 #: The advice for a DTensor whose parts are not known.
 _ADVICE = "pad the tensor, or save the result of its `full_tensor()`, which counts as a replica on each rank"
 _SUFFIX = ".safetensors"
-_PUBLISH, _GIVE_UP = b"publish", b"give up"
-_VISIBLE, _HIDDEN, _UNKNOWN = b"visible", b"hidden", b"unknown"
 
 
 class _Local(NamedTuple):
@@ -94,107 +104,89 @@ def _local(name: str, value: Any) -> _Local:
     return _Local(had, known, local)
 
 
-class _Ranks(Watch):
-    """The ranks of one save."""
-
-    _doing = "save"
-    is_planned = False
-    """The plan is known: messages may be under way."""
-    is_common = False
-    """All ranks have the error of this one, by themselves."""
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def tell(self, error: BaseException) -> None:
-        """The others hear why this rank gives up. What differs all ranks see by themselves. Idempotent."""
-        if not isinstance(error, PlanMismatchError) and not self.is_common:
-            with suppress(BaseException):
-                self._fail(error)
-
-    def say(self, what: str, value: bytes = b"") -> None:
-        """Says something that others wait for."""
-        self._set(f"{what}/{self._rank}", value)
-
-    def all(self, what: str) -> list[bytes]:
-        """Waits for what every rank says, however long that takes: those that are gone are noticed."""
-        return self._gathered(what, math.inf)
-
-    def first(self, what: str) -> bytes:
-        """Waits for what rank 0 says."""
-        self._awaited = what
-        key, begun = f"{self._prefix}{what}/0", time.monotonic()
-        while not self._store.wait([key], self._prefix + "failed", begun, LOOK):
-            self._go_on()
-        return self._store.get(key)
-
-    def look(self) -> None:
-        """Raises the error of a rank that has failed, is gone, or was stopped."""
-        self._awaited = "sealed"
-        self._go_on()
-
-    def decide(self, what: bytes) -> bool:
-        """Decides what becomes of the save; False if another rank has done so before."""
-        if self._store.add(self._prefix + "decision", 1) != 1:
-            return False
-        self._made.append(self._prefix + "decision")
-        self._set("verdict", what)
-        return True
-
-    def is_hidden(self) -> bool:
-        """Whether it is sure that the new checkpoint does not become visible. This rank has given up."""
-        try:
-            if self.decide(_GIVE_UP):
-                return True
-            if self._last_word("verdict") == _GIVE_UP:
-                return True
-            return self._last_word("outcome/0") == _HIDDEN
-        except PenstockError:  # the store is gone: nobody knows
-            return False
-
-    def _last_word(self, key: str) -> bytes:
-        limit = _LAST_WORD if 0 in self.closed() else self._store.limit
-        key = self._prefix + key
-        there = self._store.wait([key], None, time.monotonic(), limit)
-        return self._store.get(key) if there else b""
+Ask = Callable[[], tuple[SaveRequest, Mapping[str, Any]]]
+"""For the arguments, which are checked then. The other ranks hear what is wrong with them."""
 
 
-def save(ask: Callable[[], tuple[SaveRequest, Mapping[str, Any]]], group: Any, progress: Progress) -> Report:
-    """Saves this rank's part of a checkpoint, with all other ranks of the group.
-
-    ``ask``: for the arguments, which are checked then. The other ranks hear what is wrong with them.
-    """
-    owner, lost = os.getpid(), None
-    ranks = _Ranks(new_group(group))
+@contextmanager
+def _sending(ranks: SavingRanks, group: Any) -> Iterator[None]:
+    """Messages are sent through the group: if this fails, some may be under way for ever."""
+    owner = os.getpid()
     try:
         check_unmarked(group, ranks.rank, ranks.size)
-        request, tensors = ask()
-        with observe("save", request.shown) as seen:
-            options = request.check()
-            if not isinstance(tensors, Mapping):
-                raise ArgumentTypeError(f"tensors: expected a dict of tensors, but got a {type(tensors).__name__}")
-            local = {name: _local(name, value) for name, value in tensors.items()}
-            synchronize([one.described for one in local.values()])
-            ranks.meet(options, ("", "", "ranks that save together", "save", "0"))
-            what = f"a save of ranks to {request.shown}"
-            with _running.under_way(what), Meter(progress, "save", seen) as meter:
-                report = _RankSave(request, options, local, ranks, group, meter).run()
-            seen.add(report)
-        return report
-    except BaseException as error:
-        lost = error.rank if isinstance(error, PeerError) else None
-        ranks.tell(error)
+        yield
+    except BaseException:
         if ranks.is_planned and os.getpid() == owner:
             mark_failed(group, ranks.rank, ranks.size)
         raise
-    finally:
-        if os.getpid() == owner:
-            ranks.clean(lost)
+
+
+def _met(ranks: SavingRanks, request: SaveRequest, tensors: Mapping[str, Any]) -> tuple[Options, dict[str, _Local]]:
+    """The options and the tensors of this rank. All ranks have come, and watch each other."""
+    options = request.check()
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(f"tensors: expected a dict of tensors, but got a {type(tensors).__name__}")
+    local = {name: _local(name, value) for name, value in tensors.items()}
+    synchronize([one.described for one in local.values()])
+    ranks.meet(options, ("", "", "ranks that save together", "save", "0"))
+    return options, local
+
+
+def save(ask: Ask, group: Any, progress: Progress) -> Report:
+    """Saves this rank's part of a checkpoint, with all other ranks of the group."""
+    ranks = SavingRanks(new_group(group))
+    with meeting(ranks), _sending(ranks, group):
+        request, tensors = ask()
+        with observe("save", request.shown) as seen:
+            options, local = _met(ranks, request, tensors)
+            what = f"a save of ranks to {request.shown}"
+            with (
+                _running.under_way(what),
+                Meter(progress, "save", seen) as meter,
+                _RankSave(request, options, local, ranks, group, meter) as share,
+            ):
+                share.gather()
+                report = share.finish()
+            seen.add(report)
+        return report
+
+
+def start(ask: Ask, group: Any, snapshot: bool) -> SaveJob:
+    """The same in the background.
+
+    The plan, and all messages of the process group, come before this returns: on another thread they would mix with
+    those of the program. What is left needs this rank's save and the store.
+    """
+    ranks = SavingRanks(new_group(group))
+    with ExitStack() as leaving:
+        leaving.enter_context(meeting(ranks))
+        with _sending(ranks, group):
+            request, tensors = ask()
+            seen = observe("save", request.shown).begin()
+            try:
+                options, local = _met(ranks, request, tensors)
+                share = _RankSave(request, options, local, ranks, group, Meter(False, "save"), snapshot=snapshot)
+                leaving.enter_context(share)
+                del tensors, local
+                share.gather()
+                ranks.go_apart()
+                return SaveJob(_finished_apart(share, ranks, leaving), request.shown, share.count, request.fsync, seen)
+            except BaseException as error:
+                seen.end(error)
+                raise
+
+
+def _finished_apart(share: _RankSave, ranks: SavingRanks, leaving: ExitStack) -> SaveHandle:
+    """The rest of a save, on a thread of its own, which leaves the contexts at its end."""
+    core, files, reads = share.core, share.files, share.reads_tensors
+    handed = leaving.pop_all()
+    thread = SaveThread(share.finish, handed, ranks.give_up)
+    try:
+        thread.start()
+    except BaseException:
+        leaving.push(handed)
+        raise
+    return SaveHandle(core, thread, files, reads)
 
 
 class _RankSave:
@@ -205,14 +197,21 @@ class _RankSave:
         request: SaveRequest,
         options: Options,
         local: Mapping[str, _Local],
-        ranks: _Ranks,
+        ranks: SavingRanks,
         group: Any,
         meter: Meter,
+        *,
+        snapshot: bool | None = None,
     ) -> None:
+        """``snapshot``: copy all tensors first; None: the caller waits until the save is done."""
         self._request, self._options, self._local = request, options, local
         self._ranks, self._rank, self._group, self._meter = ranks, ranks.rank, group, meter
+        self._is_job, self._snapshot = snapshot is not None, bool(snapshot)
+        self._pace = _SELDOM if self._is_job else LOOK
+        self._plan: Plan | None = None
         self._save: _core.Save | None = None
         self._messages: Messages | None = None
+        self._reads_tensors = True
         self._tag = 0
         """The tag of this save's messages."""
         self._mine: dict[int, int] = {}
@@ -222,31 +221,64 @@ class _RankSave:
         """Tensors that are not in memory yet, in the order in which they are written."""
         self._is_sealed = self._is_decided = self._is_over = False
 
-    def run(self) -> Report:
-        """The report of this rank's files."""
+    def __enter__(self) -> _RankSave:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            plan = self._agreed()
-            self._gather(plan)
-            while not self._core.sealed(LOOK):
-                self._look()
-            self._publish(plan)
-            report = report_of(self._core, len(self._mine), self._request.fsync)
-            report["files"] = [*(file.name for file in plan.files), self._index_name()]
-            return report
-        except BaseException as error:
-            self._ranks.tell(error)  # first: to clear the place takes seconds
-            self._give_up(error)
-            raise
+            if error is not None:
+                self._ranks.tell(error)  # first: to clear the place takes seconds
+                self._give_up(error)
         finally:
-            if self._messages is not None:
-                self._messages.close()
+            self._end_messages()
             if self._save is not None:
                 self._save.close()
 
+    def gather(self) -> None:
+        """Agrees with the other ranks, and brings all tensors to their owners. No message is sent after that."""
+        self._plan = plan = self._agreed()
+        self._gather(plan)
+        self._end_messages()
+        if self._is_job:  # its thread shall keep none of them
+            self._local, self._listed, self._group = {}, [], None
+
+    def finish(self) -> Report:
+        """Waits until the files of all ranks are whole, and visible. The report of this rank's files."""
+        while not self.core.sealed(self._pace):
+            self._look()
+        self._publish(self.plan)
+        report = report_of(self.core, self.count, self._request.fsync)
+        report["files"] = self.files
+        return report
+
     @property
-    def _core(self) -> _core.Save:
+    def core(self) -> _core.Save:
+        """The save of this rank's files."""
         assert self._save is not None
         return self._save
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of all ranks."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files of all ranks, the index last."""
+        return [*(file.name for file in self.plan.files), self._index_name()]
+
+    @property
+    def count(self) -> int:
+        """The number of tensors that this rank writes."""
+        return len(self._mine)
+
+    @property
+    def reads_tensors(self) -> bool:
+        """True if bytes are read from the caller's tensors after all tensors have come to their owners."""
+        return self._reads_tensors
 
     # --- What each rank writes ---
 
@@ -340,8 +372,15 @@ class _RankSave:
             for number in file.tensors
             if self._listed[self._mine[number]][1].address is None and plan.tensors[number].nbytes
         ]
+        self._reads_tensors = any(one.address is not None and prod(one.shape) for _, one in self._listed)
+        if self._is_job and not self._snapshot:
+            nbytes = sum(plan.tensors[number].nbytes for number in self._late)
+            check_room(nbytes, "gathering and packing tensors before the call returns")
         request = self._request if self._rank == 0 else self._request.of_other_rank()
-        self._save = begin(request, dict(self._listed), ahead=True, share=([file.name for file in files], index))
+        share = ([file.name for file in files], index)
+        # The crew would wait for a snapshot of nothing
+        copies = self._snapshot and bool(files)
+        self._save = begin(request, dict(self._listed), snapshot=copies, ahead=True, share=share)
 
     def _described(self, tensor: Owned) -> Described:
         if tensor.is_gathered and tensor.nbytes:
@@ -352,9 +391,9 @@ class _RankSave:
 
     def _look(self) -> None:
         """Raises the error of this rank's save, or of another rank."""
-        self._core.wait(0)
+        self.core.wait(0)
         self._ranks.look()
-        self._meter.update(*self._core.progress())
+        self._meter.update(*self.core.progress())
 
     def _gather(self, plan: Plan) -> None:
         """Brings the parts of all tensors to their owners."""
@@ -376,11 +415,12 @@ class _RankSave:
             if number == gathered:
                 return
             self._want(number)
-            supply(self._core, self._listed)
+            supply(self.core, self._listed)
 
     def _want(self, number: int) -> None:
         """Waits until there is room for a tensor, beside those that are not written yet."""
-        while not self._core.want(self._mine[number], self._options.staging, LOOK):
+        room = None if self._is_job else self._options.staging  # a job has room for all of them
+        while not self.core.want(self._mine[number], room, LOOK):
             self._look()
 
     def _messages_of(self) -> Messages:
@@ -388,15 +428,21 @@ class _RankSave:
             self._messages = Messages(self._group, self._rank, self._ranks.size, self._tag)
         return self._messages
 
+    def _end_messages(self) -> None:
+        if self._messages is not None:
+            self._messages.close()
+            self._messages = None
+
     def _send(self, tensor: Owned) -> None:
         try:
-            self._messages_of().send(self._local[tensor.name].tensor, tensor.owner, self._look)
+            part = self._local[tensor.name].tensor
+            self._messages_of().send(part, tensor.owner, self._look, settled=self._is_job)
         except MessageError as error:
             raise self._lost(tensor, tensor.owner, "to", error) from error
 
     def _receive(self, number: int, tensor: Owned) -> None:
         self._want(number)
-        wanted = self._core.wanted()
+        wanted = self.core.wanted()
         assert wanted is not None and wanted[0] == self._mine[number]
         with wanted[1] as memory:
             whole = Whole(memory, tensor.dtype, tensor.shape)
@@ -405,7 +451,7 @@ class _RankSave:
                     whole.put(piece.axes, self._part(tensor, piece))
             finally:
                 whole.close()
-        self._core.supplied()
+        self.core.supplied()
 
     def _part(self, tensor: Owned, piece: Piece) -> Any:
         """The bytes of a part of a tensor that this rank writes."""
@@ -422,7 +468,7 @@ class _RankSave:
         with suppress(PeerError):
             self._ranks.heed()
             why = f"tensor {tensor.name} does not come {way} rank {rank}: {error}"
-            return self._ranks.gone(patience=_LAST_WORD) or PeerError(why, rank=rank, why=why)
+            return self._ranks.gone(patience=LAST_WORD) or PeerError(why, rank=rank, why=why)
         return self._told()
 
     def _told(self) -> PeerError:
@@ -437,25 +483,30 @@ class _RankSave:
 
     def _publish(self, plan: Plan) -> None:
         """All files of this rank are whole. Waits for those of the others; then they become visible."""
-        ranks, save = self._ranks, self._core
+        ranks, save = self._ranks, self.core
         self._is_sealed = True
         ranks.say("sealed")
         if self._rank == 0:
             ranks.all("sealed")
             self._check_files(plan)
-            if not ranks.decide(_PUBLISH):
+            if not ranks.decide(PUBLISH):
                 raise self._told()
             self._is_decided = True
             save.approve()
-        elif ranks.first("outcome") == _VISIBLE:
+        elif ranks.first("outcome") == VISIBLE:
             save.approve()
         else:
             raise self._told()
-        while not save.wait(LOOK):
+        while not save.wait(self._pace):
             self._meter.update(*save.progress())
-        self._is_over = True
+            if ranks.give_up.is_set():
+                save.close()
+                if not save.wait(0):
+                    raise CancelledError("the save was given up by its job before it was done")
+                break  # it was done
+        self._is_over = ranks.is_visible = True
         self._meter.update(*save.progress(), final=True)
-        ranks.say("outcome", _VISIBLE)
+        ranks.say("outcome", VISIBLE)
         if self._rank == 0:
             with suppress(PeerError):  # it has its files, or it would not have come so far
                 ranks.all("outcome")
@@ -486,7 +537,7 @@ class _RankSave:
         if self._rank == 0:
             if self._is_decided:
                 self._save.close()
-                what = _UNKNOWN if self._save.may_be_visible() else _HIDDEN
+                what = UNKNOWN if self._save.may_be_visible() else HIDDEN
                 with suppress(PenstockError):
                     self._ranks.say("outcome", what)
             return

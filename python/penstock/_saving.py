@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from . import _core
+from . import _core, _running
 from ._choices import LAYOUTS, ORDERS, Layout, Order, Storage, check_choice
 from ._core import Options
 from ._described import Described
 from ._describing import checked_metadata, describe, fill, synchronize
-from ._errors import ArgumentTypeError, InvalidError
+from ._errors import ArgumentTypeError, InvalidError, OutOfMemoryError
 from ._options import make_options
 from ._paths import without_secrets
 from ._progress import INTERVAL, Meter
@@ -108,6 +108,15 @@ def supply_all(save: _core.Save, listed: Sequence[tuple[str, Described]]) -> Non
             supply(save, listed)
 
 
+def check_room(nbytes: int, what: str) -> None:
+    """Raises OutOfMemoryError if this process cannot have so many bytes more."""
+    available = int(_core.probe("/")["memory_available"])
+    if nbytes > available:
+        raise OutOfMemoryError(
+            f"{what} takes {nbytes} bytes of memory, and {available} are available; nothing was written"
+        )
+
+
 def await_save(save: _core.Save, listed: Sequence[tuple[str, Described]], meter: Meter) -> None:
     """Waits for the end of a save, and packs the tensors that it wants. Raises its error."""
     while True:
@@ -118,6 +127,6 @@ def await_save(save: _core.Save, listed: Sequence[tuple[str, Described]], meter:
     meter.update(*save.progress(), final=True)
 
 
-def report_of(save: _core.Save, tensors: int, fsync: bool) -> Report:
+def report_of(save: _running.RunningSave, tensors: int, fsync: bool) -> Report:
     """The report of a save."""
     return Report(save.report(), tensors=tensors, fsync=fsync)

@@ -1,0 +1,156 @@
+"""Ranks that save together, as each of them sees the others: what they say, and who decides."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ._errors import CancelledError, PeerError, PenstockError, PlanMismatchError
+from ._group import Watch
+from ._patience import LOOK
+
+#: Seconds for which a rank waits for the last word of a rank that is gone.
+LAST_WORD = 1.0
+PUBLISH, GIVE_UP = b"publish", b"give up"
+VISIBLE, HIDDEN, UNKNOWN = b"visible", b"hidden", b"unknown"
+
+
+class SavingRanks(Watch):
+    """The ranks of one save."""
+
+    _doing = "save"
+    is_planned = False
+    """The plan is known: messages may be under way."""
+    is_common = False
+    """All ranks have the error of this one, by themselves."""
+    is_visible = False
+    """The new checkpoint is visible: it is too late to give up."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._shared, self._owner = self._member.store, os.getpid()
+        self.give_up = threading.Event()
+        """Set when the job of this save was cancelled or dropped."""
+        self.over = threading.Event()
+        """Set when this rank does nothing more of this save."""
+
+    def await_earlier(self) -> None:
+        """Waits for the save of this rank in this group that still runs in the background: two of them would remove
+        each other's files.
+        """
+        for one in list(_apart):
+            if (one._owner, one._rank) == (os.getpid(), self._rank) and one._shared is self._shared:
+                while not one.over.wait(LOOK):  # in pieces, for Ctrl-C
+                    pass
+
+    def go_apart(self) -> None:
+        """From now on a thread of ours asks the store, beside the program: it needs a connection of its own. `joined`
+        may end before.
+        """
+        self._watches = [self]
+        clone = getattr(self._shared, "clone", None)
+        if clone is not None:
+            try:
+                self._store.store = self._member.store = self._store.ask(clone)
+            except PeerError:  # not every store can be cloned
+                if self._store.stalled:
+                    raise
+        _apart.append(self)
+
+    def leave(self) -> None:
+        """This rank does nothing more of this save."""
+        with suppress(ValueError):
+            _apart.remove(self)
+        self.over.set()
+
+    def _go_on(self) -> bool:
+        if self.give_up.is_set() and not self.is_visible:
+            raise CancelledError("the save was given up by its job before it was done")
+        return super()._go_on()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def tell(self, error: BaseException) -> None:
+        """The others hear why this rank gives up. What differs all ranks see by themselves. Idempotent."""
+        if not isinstance(error, PlanMismatchError) and not self.is_common:
+            with suppress(BaseException):
+                self._fail(error)
+
+    def say(self, what: str, value: bytes = b"") -> None:
+        """Says something that others wait for."""
+        self._set(f"{what}/{self._rank}", value)
+
+    def all(self, what: str) -> list[bytes]:
+        """Waits for what every rank says, however long that takes: those that are gone are noticed."""
+        return self._gathered(what, math.inf)
+
+    def first(self, what: str) -> bytes:
+        """Waits for what rank 0 says."""
+        self._awaited = what
+        key, begun = f"{self._prefix}{what}/0", time.monotonic()
+        while not self._store.wait([key], self._prefix + "failed", begun, LOOK):
+            self._go_on()
+        return self._store.get(key)
+
+    def look(self) -> None:
+        """Raises the error of a rank that has failed, is gone, or was stopped."""
+        self._awaited = "sealed"
+        self._go_on()
+
+    def decide(self, what: bytes) -> bool:
+        """Decides what becomes of the save; False if another rank has done so before."""
+        if self._store.add(self._prefix + "decision", 1) != 1:
+            return False
+        self._made.append(self._prefix + "decision")
+        self._set("verdict", what)
+        return True
+
+    def is_hidden(self) -> bool:
+        """Whether it is sure that the new checkpoint does not become visible. This rank has given up."""
+        try:
+            if self.decide(GIVE_UP):
+                return True
+            if self._last_word("verdict") == GIVE_UP:
+                return True
+            return self._last_word("outcome/0") == HIDDEN
+        except PenstockError:  # the store is gone: nobody knows
+            return False
+
+    def _last_word(self, key: str) -> bytes:
+        limit = LAST_WORD if 0 in self.closed() else self._store.limit
+        key = self._prefix + key
+        there = self._store.wait([key], None, time.monotonic(), limit)
+        return self._store.get(key) if there else b""
+
+
+_apart: list[SavingRanks] = []
+"""Saves of this process that run in the background."""
+
+
+@contextmanager
+def meeting(ranks: SavingRanks) -> Iterator[None]:
+    """One save of ranks, from before they meet. The others hear of an error, and this rank leaves at the end."""
+    owner, lost = os.getpid(), None
+    try:
+        ranks.await_earlier()
+        yield
+    except BaseException as error:
+        if os.getpid() == owner:
+            lost = error.rank if isinstance(error, PeerError) else None
+            ranks.tell(error)
+        raise
+    finally:
+        if os.getpid() == owner:
+            ranks.clean(lost)
+            ranks.leave()
