@@ -317,13 +317,12 @@ def test_a_tensor_on_a_gpu_has_left_when_it_is_sent(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.distributed, "send", lambda *_, **__: done.append("sent"))
-    messages = _gathering.Messages(None, 0, 2, 1)
-    tensor = SimpleNamespace(device=device)
-    messages.send(tensor, 1, lambda: None)
-    assert done == ["sent"]
-    messages.send(tensor, 1, lambda: None, settled=True)
-    messages.close()
-    assert done == ["sent", "sent", "waited"]
+    for settled, expected in ((False, ["sent"]), (True, ["sent", "waited"])):
+        messages = _gathering.Messages(None, 0, 2, 1, settled=settled)
+        messages.send(SimpleNamespace(device=device), 1, lambda: None)
+        messages.close()
+        assert done == expected
+        done.clear()
 
 
 def test_a_group_of_one_rank_has_a_job_too(tmp_path: Path) -> None:

@@ -40,28 +40,27 @@ class Messages:
 
     After an error a message may be under way for ever. Its memory belongs to the thread. The messages of another save
     have another ``tag``.
+
+    ``settled``: a tensor may change when it is sent. NCCL sends on a stream, after the call.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, tag: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, tag: int, *, settled: bool = False) -> None:
         self._group, self._ranks = _process_group(group, rank, size)
-        self._tag = tag
+        self._tag, self._settled = tag, settled
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._room: dict[str, Any] = {}
         """By kinds of devices: memory that messages come to, one after the other."""
 
-    def send(self, tensor: Any, to: int, look: Callable[[], object], *, settled: bool = False) -> None:
-        """Sends the bytes of a tensor. ``look`` is called meanwhile, and may raise.
-
-        ``settled``: the tensor may change when this returns. NCCL sends on a stream, after the call.
-        """
+    def send(self, tensor: Any, to: int, look: Callable[[], object]) -> None:
+        """Sends the bytes of a tensor. ``look`` is called meanwhile, and may raise."""
 
         def work() -> None:
             from torch import distributed
 
             with _on(tensor.device):
                 distributed.send(packed(tensor), self._ranks[to], group=self._group, tag=self._tag)
-                if settled:
+                if self._settled:
                     _await_stream(tensor.device)
 
         self._do(work, look)

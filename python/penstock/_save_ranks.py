@@ -425,7 +425,8 @@ class _RankSave:
 
     def _messages_of(self) -> Messages:
         if self._messages is None:
-            self._messages = Messages(self._group, self._rank, self._ranks.size, self._tag)
+            size, settled = self._ranks.size, self._is_job
+            self._messages = Messages(self._group, self._rank, size, self._tag, settled=settled)
         return self._messages
 
     def _end_messages(self) -> None:
@@ -435,8 +436,7 @@ class _RankSave:
 
     def _send(self, tensor: Owned) -> None:
         try:
-            part = self._local[tensor.name].tensor
-            self._messages_of().send(part, tensor.owner, self._look, settled=self._is_job)
+            self._messages_of().send(self._local[tensor.name].tensor, tensor.owner, self._look)
         except MessageError as error:
             raise self._lost(tensor, tensor.owner, "to", error) from error
 
