@@ -231,6 +231,7 @@ with penstock.joined(line):
     job = saved(made, place, group=line, wait=False)
     if rank == 0:
         store.wait(["left"])
+        time.sleep(0.5)  # rank 1 is gone from the block, and not from the save
 if rank == 1:
     store.set("left", "")
 child = os.fork()
