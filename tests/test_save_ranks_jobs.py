@@ -17,7 +17,7 @@ from s3_server import error, serving
 from safetensors.torch import load_file
 from test_into_dtensors import write_model
 from test_save_ranks import SAVING, in_bucket, old_checkpoint, same
-from test_uploads import PLACE
+from test_uploads import INDEX, PLACE
 from upload_server import Uploads, settings
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -190,6 +190,42 @@ else:
     if how == "exit":
         assert any("was given up, because the program ended" in one for one in said[rank]["warned"])
     assert bucket.objects == before and not bucket.under_way
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_is_cancelled_while_rank_0_publishes_ends_well(
+    placed: Callable[..., Any], model: Path, bucket: Uploads, rank: int
+) -> None:
+    """The index is put when the job is cancelled: it waits for the answer, as otherwise nobody would know."""
+    old_checkpoint(bucket)
+    program = (
+        BEGIN
+        + """
+import threading
+job = saved(made, place, group=line, wait=False)
+if rank == who:
+    while not os.path.exists(f"{folder}/puts"):
+        time.sleep(0.005)
+    threading.Timer(0.5, write, [folder, "answers"]).start()
+    job.cancel()
+said["result"] = tried(job.result)
+said["fallbacks"] = [one["from"] for one in job.report.fallbacks]
+"""
+    )
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket), who=rank) as ranks:
+
+        def puts_index(method: str, key: str, query: dict[str, str]) -> None:
+            if method == "PUT" and key == INDEX:
+                (ranks.folder / "puts").touch()
+                until((ranks.folder / "answers").exists)
+
+        bucket.refuses = puts_index
+        said = ranks.all()
+    assert [one["result"][0] for one in said] == [None, None], said
+    assert same(in_bucket(bucket), load_file(model)) and not bucket.under_way
+    # A rank 0 that is given up then removes nothing, and says so
+    assert ("removing the earlier checkpoint" in said[0]["fallbacks"]) == (rank == 0)
+    assert len(bucket.objects) == (5 if rank == 0 else 3)
 
 
 def test_a_second_save_of_the_group_waits_for_the_first(

@@ -84,12 +84,21 @@ def _end_all() -> None:
         load.close()
     given_up = []
     for save, place in _still_there(_saves):
-        if not save.done():
-            given_up.append(place)
+        runs = not save.done()
         save.close()
+        if runs and not _is_there(save):
+            given_up.append(place)
     for place in given_up:  # a warning may be an error
         text = f"the save to {place} was given up, because the program ended before it was done: wait for its job"
         warnings.warn(text, RuntimeWarning, stacklevel=1)
+
+
+def _is_there(save: RunningSave) -> bool:
+    """True if a save that was closed had come to its end."""
+    try:
+        return save.wait(0)
+    except PenstockError:
+        return False
 
 
 def _still_there(those: weakref.WeakKeyDictionary[K, V]) -> list[tuple[K, V]]:

@@ -27,7 +27,8 @@ class SaveJob:
         self._owner = os.getpid()
         self._save, self._place = save, place
         self._tensors, self._fsync = tensors, fsync
-        self._cancelled = self._copied = False
+        self._cancelled: CancelledError | None = None
+        self._copied = False
         self._error: Exception | None = None
         self._report: Report | None = None
         self._seen, self._told = seen, False
@@ -45,7 +46,7 @@ class SaveJob:
     def done(self) -> bool:
         """Whether the save has ended, with success or with an error."""
         self._check_process()
-        return self._report is not None or self._error is not None or self._cancelled or self._save.done()
+        return self._report is not None or self._error is not None or self._cancelled is not None or self._save.done()
 
     def copied(self, timeout: float | None = None) -> bool:
         """Waits until all bytes have left the tensors, at most ``timeout`` seconds (None: without limit).
@@ -113,18 +114,20 @@ class SaveJob:
             return
         self._save.close()
         self._note_copied()
+        left = ""
         try:
             ended = self._save.wait(0)  # False: a call of it hangs, and is left behind
-        except CancelledError:
-            ended = False
+        except CancelledError as error:
+            ended, left = False, error.message.partition("; ")[2]  # such as: what could not be cleared
         except PenstockError as error:
             self._remember(error)
             return
         if ended:
             self._end()
-        elif not self._cancelled:
-            self._cancelled = True
-            self._tell(CancelledError(f"the save to {self._place} was cancelled before it was done"))
+        elif self._cancelled is None:
+            text = f"the save to {self._place} was cancelled before it was done" + f"; {left}" * bool(left)
+            self._cancelled = CancelledError(text)
+            self._tell(self._cancelled)
 
     def _note_copied(self) -> None:
         """Remembers if all bytes had left the tensors before the save ended."""
@@ -150,8 +153,8 @@ class SaveJob:
     def _raise_again(self) -> None:
         if self._error is not None:
             raise copy_of(self._error)
-        if self._cancelled:
-            raise CancelledError(f"the save to {self._place} was cancelled before it was done")
+        if self._cancelled is not None:
+            raise copy_of(self._cancelled)
 
     def _remember(self, error: BaseException) -> None:
         """Ends the job with this error."""

@@ -127,6 +127,13 @@ class SavingRanks(Watch):
         except PenstockError:  # the store is gone: nobody knows
             return False
 
+    def is_published(self) -> bool:
+        """True if rank 0 has said that the new checkpoint is visible."""
+        try:
+            return self._last_word("outcome/0") == VISIBLE
+        except PenstockError:
+            return False
+
     def _last_word(self, key: str) -> bytes:
         limit = LAST_WORD if 0 in self.closed() else self._store.limit
         key = self._prefix + key

@@ -493,7 +493,7 @@ class _RankSave:
                 raise self._told()
             self._is_decided = True
             save.approve()
-        elif ranks.first("outcome") == VISIBLE:
+        elif self._outcome() == VISIBLE:
             save.approve()
         else:
             raise self._told()
@@ -510,6 +510,16 @@ class _RankSave:
         if self._rank == 0:
             with suppress(PeerError):  # it has its files, or it would not have come so far
                 ranks.all("outcome")
+
+    def _outcome(self) -> bytes:
+        """The word of rank 0 about what became of the save."""
+        try:
+            return self._ranks.first("outcome")
+        except CancelledError:
+            # Its job gives up. Rank 0 may have decided before, and then this save ends well
+            if self._ranks.is_hidden() or not self._ranks.is_published():
+                raise
+            return VISIBLE
 
     def _check_files(self, plan: Plan) -> None:
         """Raises unless this rank sees the files of all ranks: they may have saved to folders of their own."""
