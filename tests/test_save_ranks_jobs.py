@@ -378,7 +378,7 @@ def test_a_group_of_one_rank_has_a_job_too(tmp_path: Path) -> None:
 def test_a_save_of_ranks_whose_thread_cannot_start_is_an_error_on_all_of_them(
     placed: Callable[..., Any], model: Path, bucket: Uploads
 ) -> None:
-    """A rank that writes nothing has a job as well."""
+    """A rank that writes nothing has a job as well. Jobs leave no thread, connection or socket."""
     program = (
         BEGIN
         + """
@@ -393,10 +393,12 @@ if rank == 1:
     threading.Thread.start = refused
 said["refused"] = tried(lambda: saved(state, place, group=group, wait=False).result())
 threading.Thread.start = started
+left = counted()
 for snapshot in (False, True):
     job = saved(state, place, group=group, wait=False, snapshot=snapshot)
     assert job.copied() and job.result().files == job.report.files
     said["tensors"] = job.report.tensors
+settled(left)
 """
     )
     with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:

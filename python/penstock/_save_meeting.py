@@ -63,9 +63,11 @@ class SavingRanks(Watch):
         _apart.append(self)
 
     def leave(self) -> None:
-        """This rank does nothing more of this save."""
+        """This rank does nothing more of this save, and has no connection of its own to the store any more."""
         with suppress(ValueError):
             _apart.remove(self)
+        self._watches = []
+        self._store.store = self._member.store = self._shared
         self.over.set()
 
     def _go_on(self) -> bool:
