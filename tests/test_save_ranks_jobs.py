@@ -117,6 +117,32 @@ dist.destroy_process_group()
     assert {Path(key).name for key in bucket.objects} == set(said[0]["files"]) and not bucket.under_way
 
 
+def test_the_call_waits_for_no_server(placed: Callable[..., Any], model: Path, bucket: Uploads) -> None:
+    """Each rank writes 32 MB, in two parts; a call that waits has 8 MiB of it in memory, beside a part."""
+    program = """
+    mesh = init_device_mesh("cpu", (size,))
+    def filled(number):
+        whole = torch.full((2000, 1000), number, dtype=torch.int32)
+        return distribute_tensor(whole, mesh, [S(0)], src_data_rank=None)
+    state = {f"w{i}": filled(i) for i in range(8)}
+    options = {"staging": 8 << 20, "threads": 1}
+    job = penstock.save(state, place, group=mesh, storage=given_storage, options=options, wait=False)
+    assert job.copied(0)
+    for tensor in state.values():
+        tensor.to_local().zero_()
+    write(folder, f"called.{rank}")
+    job.result()
+    """
+    bucket.knows_checksums = False  # to compute them takes longer than all else
+    held = bucket.hold_parts()
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        ranks.held("called")
+        held.set()
+        ranks.all()
+    found = in_bucket(bucket)
+    assert len(found) == 8 and all(bool((found[f"w{i}"] == i).all()) for i in range(8))
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["cancel", "drop", "interrupt", "exit"])
