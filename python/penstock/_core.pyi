@@ -730,8 +730,9 @@ class FirstTouch:
 
         Returns None if asking is of no use. ``page_timing`` is that of the options."""
     def ahead(self, nbytes: int) -> None:
-        """Says that the next so many bytes of the places are about to be written: some of their huge pages are timed. If
-        these are slow, the rest comes in small ones."""
+        """Says that the next so many bytes of the places are about to be written: times some of their huge pages.
+
+        If these are slow, the rest comes in small ones."""
     @property
     def nbytes(self) -> int:
         """Bytes that get huge pages, as long as these are fast."""
