@@ -726,16 +726,23 @@ class FirstTouch:
 
     @staticmethod
     def ask(places: Sequence[tuple[int, int]], page_timing: bool | None = None) -> FirstTouch | None:
-        """Asks for huge pages in these places (address, bytes), which are mapped now. Changes no byte.
+        """Asks for huge pages in these places (address, bytes). Changes no byte. Returns None if asking is of no use.
 
-        Returns None if asking is of no use. ``page_timing`` is that of the options."""
-    def ahead(self, nbytes: int) -> None:
-        """Says that the next so many bytes of the places are about to be written: times some of their huge pages.
+        ``page_timing`` is that of the options."""
+    def ahead(self, place: int, nbytes: int) -> int:
+        """Says that the next so many bytes of a place are about to be written: times some of their huge pages.
 
-        If these are slow, the rest comes in small ones."""
+        Returns the bytes of the pages that were looked at, 0 if there are no more, or they `are_slow`."""
+    def turn_small(self, places: Sequence[int]) -> None:
+        """What is not touched yet in these places comes in small pages."""
+    def end(self, places: Sequence[int]) -> None:
+        """Says that all is written: the kernel may make huge pages of these places again."""
     @property
     def nbytes(self) -> int:
-        """Bytes that get huge pages, as long as these are fast."""
+        """Bytes of whole huge pages in all places."""
+    @property
+    def are_slow(self) -> bool:
+        """Whether huge pages turned out to be slow."""
 
 @final
 class Leased:

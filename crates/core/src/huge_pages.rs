@@ -70,7 +70,7 @@ impl PageTimes {
         // That takes two system calls more.
         let time = if self.slow > 0 { thread_cpu } else { clock_time };
         let before = time();
-        // SAFETY: populating changes no byte, whatever is mapped there. What is not mapped, or of a device, is refused.
+        // SAFETY: populating changes no byte of memory. What is not mapped, or of a device, is refused.
         if unsafe { libc::madvise(at.cast(), len, libc::MADV_POPULATE_WRITE) } != 0 {
             // Before Linux 5.14, or no memory. Whoever writes there finds out.
             self.skip = None;
@@ -94,71 +94,78 @@ fn clock_time() -> Duration {
 /// The first touch of memory that is not ours: an engine's parameters, before it copies into them.
 ///
 /// Small pages are most of the processor time of such a copy (88,000 faults for 360 MB took 0.13 s of 0.2 s). The system may be
-/// set to give huge ones to who asks. Nothing but advice is given, and no byte changes.
+/// set to give huge ones to who asks. Nothing but advice is given, and no byte changes. Whoever calls knows which places are
+/// still there: populating pages of another mapping could take blocks of a disk.
 pub struct FirstTouch {
+    /// The whole huge pages of each place; empty if it has none.
     places: Vec<Range<usize>>,
+    /// Bytes of each place that were looked at.
+    done: Vec<usize>,
     times: PageTimes,
-    /// The next huge page to look at: its place, and its address.
-    next: (usize, usize),
-    /// Bytes that were said to be written, less those of the pages that were looked at.
-    due: i64,
 }
 
 impl FirstTouch {
-    /// Asks for huge pages in these places (address, bytes), whose memory is mapped now, where they hold whole ones.
-    /// `page_timing` is that of the options. `None`: asking is of no use.
+    /// Asks for huge pages in these places (address, bytes), where they hold whole ones. `page_timing` is that of the options.
+    /// `None`: asking is of no use.
     pub fn ask(places: &[(usize, usize)], page_timing: Option<bool>) -> Option<Self> {
         is_asked_for().then(|| {
-            let places: Vec<_> = places.iter().filter_map(|&(at, len)| whole_pages(at, len)).collect();
+            let places: Vec<_> = places.iter().map(|&(at, len)| whole_pages(at, len)).collect();
             let len = places.iter().map(|place| place.len() as u64).sum();
-            let next = (0, places.first().map_or(0, |place| place.start));
-            let found = Self { places, times: PageTimes::new(len, page_timing), next, due: 0 };
-            found.advise(libc::MADV_HUGEPAGE);
+            let found = Self { done: vec![0; places.len()], places, times: PageTimes::new(len, page_timing) };
+            found.advise(0..found.places.len(), libc::MADV_HUGEPAGE);
             found
         })
     }
 
-    /// Bytes that get huge pages, as long as these are fast.
+    /// Bytes of whole huge pages in all places.
     pub fn nbytes(&self) -> u64 {
-        if self.times.are_slow() {
-            return 0;
-        }
         self.places.iter().map(|place| place.len() as u64).sum()
     }
 
-    /// The next `nbytes` bytes of the places are about to be written: times some of their huge pages. If these are slow, what is
-    /// not touched yet comes in small ones.
-    pub fn ahead(&mut self, nbytes: u64) {
-        self.due = self.due.saturating_add_unsigned(nbytes);
-        while self.due > 0 {
-            let Some(place) = self.places.get(self.next.0) else { return };
-            let at = self.next.1;
-            self.due -= HUGE_PAGE as i64;
-            self.next.1 += HUGE_PAGE as usize;
-            if self.next.1 >= place.end {
-                self.next.0 += 1;
-                self.next.1 = self.places.get(self.next.0).map_or(0, |place| place.start);
-            }
-            if self.times.turn_slow(at as *mut u8, HUGE_PAGE as usize) {
-                self.advise(libc::MADV_NOHUGEPAGE);
-                return;
-            }
+    /// True if huge pages turned out to be slow.
+    pub fn are_slow(&self) -> bool {
+        self.times.are_slow()
+    }
+
+    /// The next `nbytes` bytes of a place are about to be written: times some of their huge pages. Returns the bytes of the pages
+    /// that were looked at, 0 if the place has no more. After slow ones the caller [gives small pages](Self::turn_small).
+    pub fn ahead(&mut self, place: usize, nbytes: u64) -> u64 {
+        let (Some(range), Some(done)) = (self.places.get(place), self.done.get_mut(place)) else { return 0 };
+        let before = *done;
+        while *done < range.len() && ((*done - before) as u64) < nbytes && !self.times.are_slow() {
+            let _ = self.times.turn_slow((range.start + *done) as *mut u8, HUGE_PAGE as usize);
+            *done += HUGE_PAGE as usize;
+        }
+        (*done - before) as u64
+    }
+
+    /// What is not touched yet in these places comes in small pages.
+    pub fn turn_small(&self, places: impl IntoIterator<Item = usize>) {
+        self.advise(places, libc::MADV_NOHUGEPAGE);
+    }
+
+    /// All is written. The kernel may make huge pages of the small ones of these places again.
+    pub fn end(&self, places: impl IntoIterator<Item = usize>) {
+        if self.are_slow() {
+            self.advise(places, libc::MADV_HUGEPAGE);
         }
     }
 
-    fn advise(&self, how: i32) {
-        for place in &self.places {
-            // SAFETY: advice changes no byte, whatever is mapped there. What is no longer mapped is refused.
+    fn advise(&self, places: impl IntoIterator<Item = usize>, how: i32) {
+        for place in places.into_iter().filter_map(|n| self.places.get(n)).filter(|place| !place.is_empty()) {
+            // SAFETY: advice changes no byte, whatever is mapped there. What is not mapped is refused.
             unsafe { libc::madvise(place.start as *mut libc::c_void, place.len(), how) };
         }
     }
 }
 
-/// The whole huge pages of a place.
-fn whole_pages(at: usize, len: usize) -> Option<Range<usize>> {
+/// The whole huge pages of a place. Empty: there are none.
+fn whole_pages(at: usize, len: usize) -> Range<usize> {
     let huge = HUGE_PAGE as usize;
-    let (start, end) = (at.checked_next_multiple_of(huge)?, at.checked_add(len)? / huge * huge);
-    (start < end).then_some(start..end)
+    match (at.checked_next_multiple_of(huge), at.checked_add(len)) {
+        (Some(start), Some(end)) if start < end / huge * huge => start..end / huge * huge,
+        _ => 0..0,
+    }
 }
 
 /// True if memory gets huge pages where they are asked for, and only there.
@@ -196,23 +203,22 @@ mod tests {
         memory
     }
 
+    /// Of a place that begins and ends within huge pages, and of one that has none.
     fn asked(memory: &Anonymous, times: PageTimes) -> FirstTouch {
         let at = memory.at() as usize;
-        // A place that begins and ends within huge pages, and one that has none
-        let places: Vec<_> =
-            [(at + 100, 20 * HUGE), (at, 100)].iter().filter_map(|&(at, len)| whole_pages(at, len)).collect();
-        let next = (0, places[0].start);
-        let touch = FirstTouch { places, times, next, due: 0 };
-        touch.advise(libc::MADV_HUGEPAGE);
+        let places = vec![whole_pages(at + 100, 20 * HUGE), whole_pages(at, 100)];
+        let touch = FirstTouch { places, done: vec![0; 2], times };
+        touch.advise(0..2, libc::MADV_HUGEPAGE);
         touch
     }
 
     #[test]
     fn only_whole_huge_pages_of_a_place_are_asked_for() {
-        assert_eq!(whole_pages(HUGE + 1, 3 * HUGE), Some(2 * HUGE..4 * HUGE));
-        assert_eq!(whole_pages(HUGE, HUGE), Some(HUGE..2 * HUGE));
-        assert_eq!((whole_pages(1, 2 * HUGE - 2), whole_pages(0, HUGE - 1)), (None, None));
-        assert_eq!((whole_pages(usize::MAX - 1, 1), whole_pages(HUGE, usize::MAX)), (None, None));
+        assert_eq!(whole_pages(HUGE + 1, 3 * HUGE), 2 * HUGE..4 * HUGE);
+        assert_eq!(whole_pages(HUGE, HUGE), HUGE..2 * HUGE);
+        for (at, len) in [(1, 2 * HUGE - 2), (0, HUGE - 1), (usize::MAX - 1, 1), (HUGE, usize::MAX)] {
+            assert!(whole_pages(at, len).is_empty(), "{at} {len}");
+        }
     }
 
     #[test]
@@ -232,23 +238,32 @@ mod tests {
         let at = memory.at() as usize;
         assert!(has(at + 2 * HUGE, "hg"), "{:?}", flags((at + 2 * HUGE) as u64));
         assert!(!has(at, "hg") && !has(at + 22 * HUGE, "hg"));
-        for _ in 0..60 {
-            touch.ahead(HUGE_PAGE / 2);
+        let (mut looked, mut turns) = (0, 0);
+        while let found @ 1.. = touch.ahead(0, HUGE_PAGE / 2) {
+            (looked, turns) = (looked + found, turns + 1);
         }
         // 19 whole pages: the first, the ninth and the seventeenth
         assert_eq!(resident_bytes(memory.at(), memory.len()), 3 * HUGE);
-        assert_eq!(touch.nbytes(), 19 * HUGE_PAGE);
+        assert_eq!((looked, turns, touch.nbytes()), (19 * HUGE_PAGE, 19, 19 * HUGE_PAGE));
+        assert_eq!((touch.ahead(1, 100), touch.ahead(2, 100)), (0, 0));
+        touch.end(0..2);
+        assert!(has(at + 2 * HUGE, "hg") && !touch.are_slow());
     }
 
     #[test]
-    fn after_slow_huge_pages_the_rest_comes_in_small_ones() {
+    fn after_slow_huge_pages_the_rest_comes_in_small_ones_until_all_is_written() {
         let memory = plain(24);
         let mut touch = asked(&memory, PageTimes::slow_from(Duration::ZERO));
-        touch.ahead(20 * HUGE_PAGE);
+        assert_eq!((touch.ahead(0, 20 * HUGE_PAGE), touch.ahead(0, HUGE_PAGE)), (2 * HUGE_PAGE, 0));
+        assert!(touch.are_slow());
         let at = memory.at() as usize;
         assert_eq!(resident_bytes(memory.at(), memory.len()), 2 * HUGE);
+        touch.turn_small([1, 7]); // neither has a whole page
+        assert!(has(at + HUGE, "hg"));
+        touch.turn_small([0]);
         assert!(has(at + HUGE, "nh") && has(at + 19 * HUGE, "nh"));
-        assert_eq!(touch.nbytes(), 0);
+        touch.end([0]);
+        assert!(has(at + HUGE, "hg") && has(at + 19 * HUGE, "hg"));
     }
 
     #[test]

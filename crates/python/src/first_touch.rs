@@ -30,12 +30,25 @@ impl FirstTouch {
         })
     }
 
-    fn ahead(&self, py: Python<'_>, nbytes: u64) -> PyResult<()> {
-        perform(py, || py.detach(|| self.with(|core| core.ahead(nbytes))))
+    fn ahead<'py>(&self, py: Python<'py>, place: usize, nbytes: u64) -> Answer<'py, u64> {
+        answer(py, || Ok(py.detach(|| self.with(|core| core.ahead(place, nbytes)))))
+    }
+
+    fn turn_small(&self, py: Python<'_>, places: Listed<usize>) -> PyResult<()> {
+        perform(py, || py.detach(|| self.with(|core| core.turn_small(places.0))))
+    }
+
+    fn end(&self, py: Python<'_>, places: Listed<usize>) -> PyResult<()> {
+        perform(py, || py.detach(|| self.with(|core| core.end(places.0))))
     }
 
     #[getter]
     fn nbytes<'py>(&self, py: Python<'py>) -> Answer<'py, u64> {
         answer(py, || Ok(self.with(|core| core.nbytes())))
+    }
+
+    #[getter]
+    fn are_slow<'py>(&self, py: Python<'py>) -> Answer<'py, bool> {
+        answer(py, || Ok(self.with(|core| core.are_slow())))
     }
 }

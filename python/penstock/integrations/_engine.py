@@ -16,7 +16,7 @@ from .._checkpoint import Checkpoint
 from .._checkpoint import open as open_checkpoint
 from .._choices import Storage
 from .._collector import collector_paused
-from .._core import FirstTouch, Options, storage_settings, storage_table
+from .._core import Options, storage_settings, storage_table
 from .._errors import (
     CancelledError,
     InvalidError,
@@ -33,7 +33,7 @@ from .._member import new_group, place_in
 from .._options import make_options
 from .._report import Report
 from .._unwanted import read_besides
-from ._first_touch import places, touching
+from ._first_touch import Parameters, touching
 from ._index import absent
 from ._mapped import Mapped, NotMapped, close_all
 from ._recorder import Recorder, say_written, watching
@@ -186,7 +186,7 @@ class Loads:
         """When tensors are given as mapped files; None: never, as in an engine that must know what is overwritten."""
         self.fresh: torch.nn.Module | None = None
         """The model whose parameters were just made, until the engine copies into them."""
-        self._touch: FirstTouch | None = None
+        self._parameters: Parameters | None = None
         self.given: list[Mapped] = []
         """The checkpoints that were mapped."""
         self.why = ""
@@ -306,10 +306,10 @@ class Loads:
     def _touching(self, mapped: Mapped) -> Iterator[tuple[str, torch.Tensor]]:
         """Mapped tensors, which the engine copies into parameters that it has just made."""
         if self.fresh is not None:
-            self._touch, self.fresh = FirstTouch.ask(places(self.fresh), mapped.page_timing), None
-        if self._touch is None:
+            self._parameters, self.fresh = Parameters(self.fresh, mapped.page_timing), None
+        if self._parameters is None:
             return mapped.weights()
-        return touching(mapped.weights(), mapped.sizes(), self._touch)
+        return touching(mapped.weights(), mapped.sizes(), self._parameters)
 
     def _crowded(self) -> bool:
         """Whether the ranks have every processor: no copies of a load are quicker then than the engine's own."""
@@ -378,6 +378,8 @@ class Loads:
         Raises:
             PenstockError: the first error of `Mapped.close`. All were closed.
         """
+        if self._parameters is not None:
+            self._parameters.end()
         close_all(self.given)
 
     def fall_back(self, why: str, chosen: Chosen, otherwise: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,8 @@ pages that is most of the processor time of a copy from the page cache: 0.13 s o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,28 +19,82 @@ LEAST = 1 << 22
 """Smaller memory is left as it is: it has one huge page or none."""
 
 
-def places(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """The memory (address, bytes) of the parameters in private CPU memory, in their order."""
-    found: dict[int, int] = {}
-    for parameter in model.parameters():
-        with suppress(RuntimeError, NotImplementedError):  # a class of its own, which has no plain memory
-            storage = parameter.untyped_storage()
-            if storage.device.type == "cpu" and storage.nbytes() >= LEAST and not storage.is_shared():
-                found[storage.data_ptr()] = storage.nbytes()
-    return list(found.items())
+def memory_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """The private memory of the CPU (address, bytes) that a parameter has; (0, 0) if it has none, or little."""
+    # Classes of their own, and parameters that have no shape yet, raise what they like
+    with suppress(Exception):
+        storage = parameter.untyped_storage()
+        if storage.device.type == "cpu" and storage.nbytes() >= LEAST and not storage.is_shared():
+            return storage.data_ptr(), storage.nbytes()
+    return 0, 0
+
+
+class Parameters:
+    """The parameters of a model, which were just made, in their order. It keeps none of them alive.
+
+    Args:
+        model: Their model.
+        page_timing: That of the options.
+        ask: Asks for huge pages.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        page_timing: bool | None,
+        ask: Callable[..., _core.FirstTouch | None] = _core.FirstTouch.ask,
+    ) -> None:
+        found = {place: parameter for parameter in model.parameters() if (place := memory_of(parameter))[1]}
+        self._places = list(found)
+        self._owners = [weakref.ref(parameter) for parameter in found.values()]
+        self._core = ask(self._places, page_timing) if found else None
+        self._next, self._due = 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that get huge pages if these are fast."""
+        return 0 if self._core is None else self._core.nbytes
+
+    def _is_there(self, place: int) -> bool:
+        """Whether the parameter still has this memory. The engine may have given it another."""
+        owner = self._owners[place]()
+        return owner is not None and memory_of(owner) == self._places[place]
+
+    def _there(self) -> list[int]:
+        return [place for place in range(len(self._places)) if self._is_there(place)]
+
+    def ahead(self, nbytes: int) -> None:
+        """The engine is about to write so many bytes more. Some huge pages are timed; the rest comes in small ones if
+        they are slow."""
+        if self._core is None or self._core.are_slow:
+            return
+        self._due += nbytes
+        while self._due > 0 and self._next < len(self._places):
+            looked = self._core.ahead(self._next, self._due) if self._is_there(self._next) else 0
+            if self._core.are_slow:
+                self._core.turn_small(self._there())
+                return
+            self._due -= looked
+            self._next += not looked
+
+    def end(self) -> None:
+        """The engine has written all that it will. Idempotent."""
+        if self._core is not None:
+            self._core.end(self._there())
+            self._core = None
 
 
 def touching(
-    tensors: Iterator[tuple[str, Any]], sizes: Mapping[str, int], touch: _core.FirstTouch
+    tensors: Iterator[tuple[str, Any]], sizes: Mapping[str, int], parameters: Parameters
 ) -> Iterator[tuple[str, Any]]:
     """The same tensors. The engine writes as large a part of its memory with each as that has of all bytes.
 
     Args:
         tensors: What the engine copies, in any order.
         sizes: The bytes of each.
-        touch: Its memory.
+        parameters: Where it copies them to.
     """
-    part = touch.nbytes / max(1, sum(sizes.values()))
+    part = parameters.nbytes / max(1, sum(sizes.values()))
     for name, tensor in tensors:
-        touch.ahead(int(part * sizes[name]))
+        parameters.ahead(int(part * sizes[name]))
         yield name, tensor
