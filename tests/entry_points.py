@@ -8,7 +8,9 @@ that let something out that is no `Exception`.
 from __future__ import annotations
 
 import collections.abc
+import ctypes
 import math
+import mmap
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from typing import Any
 
 from local_server import local_server
 from penstock import _core
-from penstock._core import CacheFill, Checkpoint, DiskCache, Leased, Load, Options, Save, View
+from penstock._core import CacheFill, Checkpoint, DiskCache, FirstTouch, Leased, Load, Options, Save, View
 
 #: Attributes that Python itself gives a class of the extension. Comparisons are derived, and compare numbers. Who has
 #: `__add__` has `__radd__`. Copying or pickling an object leaves `__slotnames__` in its class.
@@ -112,6 +114,12 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         found = loaded().lease(1 << 30)
         assert isinstance(found, Leased), f"no leases here: {found}"
         return found
+
+    room = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(room)), len(room)
+
+    def first_touch() -> FirstTouch:
+        return FirstTouch.ask([place], True)
 
     arranged: dict[str, Any] = {"layout": "aligned", "order": "file"}
     tensors = [("a", "U8", [4], None, None)]
@@ -252,6 +260,10 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Load.capsules": Call(loaded, [0, 1], floats, lambda capsule: capsule),
         "Load.views": Call(loaded, [0]),
         "Leased.hand": Call(leased, 0, list),
+        "FirstTouch.ask": Call(None, [place], None),
+        "FirstTouch.ahead": Call(first_touch, 0, 100),
+        "FirstTouch.turn_small": Call(first_touch, [0]),
+        "FirstTouch.end": Call(first_touch, [0]),
         "Load.lease": Call(loaded, 1 << 30),
         "View.capsule": Call(view, (2, 32), [8]),
         "View.__dlpack__": Call(view, stream=None, dl_device=None),
@@ -317,6 +329,7 @@ def calls(file: Path, folder: Path) -> dict[str, Call]:
         "Load": loaded,
         "View": view,
         "Leased": leased,
+        "FirstTouch": first_touch,
         "Save": saving,
         "Reader": reader,
         "CacheFill": filling,

@@ -171,5 +171,6 @@ def test_an_engine_copies_into_huge_pages_the_first_time(write: Write, fresh: bo
 
 @pytest.mark.skipif(is_by_advice(), reason="this system gives huge pages to who asks")
 def test_where_asking_is_of_no_use_nobody_asks():
-    memory = torch.empty(LEAST)
-    assert _core.FirstTouch.ask([(memory.data_ptr(), memory.nbytes)]) is None
+    memory = mapping(4 * HUGE)
+    assert _core.FirstTouch.ask([(memory.data_ptr(), memory.nbytes)]).nbytes == 0
+    assert "hg" not in flags(inside(memory))

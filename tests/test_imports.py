@@ -173,6 +173,7 @@ NAMES_FILES = {
     "timeline.rs": "the trace",
     "error.rs": "where an error happened",
     "device/api.rs": "the driver's library",
+    "huge_pages.rs": "/sys",
     "machine.rs": "/proc and /sys",
     "mappings.rs": "/proc",
     "memory.rs": "maps a descriptor that a store gives",

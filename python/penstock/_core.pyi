@@ -725,8 +725,8 @@ class FirstTouch:
     """Memory of somebody else that is about to be written to for the first time: it may come in huge pages."""
 
     @staticmethod
-    def ask(places: Sequence[tuple[int, int]], page_timing: bool | None = None) -> FirstTouch | None:
-        """Asks for huge pages in these places (address, bytes). Changes no byte. Returns None if asking is of no use.
+    def ask(places: Sequence[tuple[int, int]], page_timing: bool | None = None) -> FirstTouch:
+        """Asks for huge pages in these places (address, bytes), where that is of use. Changes no byte.
 
         ``page_timing`` is that of the options."""
     def ahead(self, place: int, nbytes: int) -> int:
@@ -739,7 +739,7 @@ class FirstTouch:
         """Says that all is written: the kernel may make huge pages of these places again."""
     @property
     def nbytes(self) -> int:
-        """Bytes of whole huge pages in all places."""
+        """Bytes of whole huge pages that were asked for."""
     @property
     def are_slow(self) -> bool:
         """Whether huge pages turned out to be slow."""

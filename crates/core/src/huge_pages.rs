@@ -106,20 +106,20 @@ pub struct FirstTouch {
 
 impl FirstTouch {
     /// Asks for huge pages in these places (address, bytes), where they hold whole ones. `page_timing` is that of the options.
-    /// `None`: asking is of no use.
-    pub fn ask(places: &[(usize, usize)], page_timing: Option<bool>) -> Option<Self> {
-        is_asked_for().then(|| {
-            let places: Vec<_> = places.iter().map(|&(at, len)| whole_pages(at, len)).collect();
-            let len = places.iter().map(|place| place.len() as u64).sum();
-            let found = Self { done: vec![0; places.len()], places, times: PageTimes::new(len, page_timing) };
-            found.advise(0..found.places.len(), libc::MADV_HUGEPAGE);
-            found
-        })
+    /// Where asking is of no use, nothing is asked for, and no place counts.
+    pub fn ask(places: &[(usize, usize)], page_timing: Option<bool>) -> Self {
+        let is_of_use = is_asked_for();
+        let whole = |&(at, len): &(usize, usize)| if is_of_use { whole_pages(at, len) } else { 0..0 };
+        let places: Vec<_> = places.iter().map(whole).collect();
+        let len = places.iter().fold(0u64, |sum, place| sum.saturating_add(place.len() as u64));
+        let found = Self { done: vec![0; places.len()], places, times: PageTimes::new(len, page_timing) };
+        found.advise(0..found.places.len(), libc::MADV_HUGEPAGE);
+        found
     }
 
-    /// Bytes of whole huge pages in all places.
+    /// Bytes of whole huge pages that were asked for.
     pub fn nbytes(&self) -> u64 {
-        self.places.iter().map(|place| place.len() as u64).sum()
+        self.places.iter().fold(0, |sum, place| sum.saturating_add(place.len() as u64))
     }
 
     /// True if huge pages turned out to be slow.

@@ -19,15 +19,8 @@ impl FirstTouch {
 impl FirstTouch {
     #[staticmethod]
     #[pyo3(signature = (places, page_timing = None))]
-    fn ask<'py>(
-        py: Python<'py>,
-        places: Listed<(usize, usize)>,
-        page_timing: Option<bool>,
-    ) -> Answer<'py, Option<Self>> {
-        answer(py, || {
-            let asked = py.detach(|| Core::ask(&places.0, page_timing));
-            Ok(asked.map(|core| Self(Held::new(Mutex::new(core)))))
-        })
+    fn ask<'py>(py: Python<'py>, places: Listed<(usize, usize)>, page_timing: Option<bool>) -> Answer<'py, Self> {
+        answer(py, || Ok(Self(Held::new(Mutex::new(py.detach(|| Core::ask(&places.0, page_timing)))))))
     }
 
     fn ahead<'py>(&self, py: Python<'py>, place: usize, nbytes: u64) -> Answer<'py, u64> {

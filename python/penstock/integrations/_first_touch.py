@@ -42,12 +42,13 @@ class Parameters:
         self,
         model: torch.nn.Module,
         page_timing: bool | None,
-        ask: Callable[..., _core.FirstTouch | None] = _core.FirstTouch.ask,
+        ask: Callable[..., _core.FirstTouch] = _core.FirstTouch.ask,
     ) -> None:
         found = {place: parameter for parameter in model.parameters() if (place := memory_of(parameter))[1]}
         self._places = list(found)
         self._owners = [weakref.ref(parameter) for parameter in found.values()]
-        self._core = ask(self._places, page_timing) if found else None
+        asked = ask(self._places, page_timing) if found else None
+        self._core = asked if asked is not None and asked.nbytes else None
         self._next, self._due = 0, 0
 
     @property
