@@ -105,6 +105,8 @@ class Uploads(Bucket):
         self.heeds_ends = True
         #: True: it keeps what is replaced or removed, and says so
         self.keeps_versions = False
+        #: True: it did so once, and does no more for what is written or removed now
+        self.is_suspended = False
         #: Keys whose newest version is a removal
         self.removed: set[str] = set()
         #: True: for conditions such a key is one of an object that is there
@@ -264,7 +266,9 @@ class Uploads(Bucket):
 
     def version(self) -> dict[str, str]:
         """The field that names the version of what was written."""
-        return {"x-amz-version-id": f"version-{next(self.numbers)}"} if self.keeps_versions else {}
+        if not self.keeps_versions:
+            return {}
+        return {"x-amz-version-id": "null" if self.is_suspended else f"version-{next(self.numbers)}"}
 
     def versions(self, query: dict[str, str]) -> Answer:
         """The newest version of each key."""

@@ -62,7 +62,7 @@ class Cleared(NamedTuple):
     left: list[str]
     """The reasons for which something could not be cleared."""
     kept: list[str]
-    """The addresses of removed shards whose bytes stay: the bucket keeps versions."""
+    """The addresses of removed shards whose bytes may stay: the bucket keeps versions."""
 
 
 class Pushed(NamedTuple):
@@ -401,5 +401,5 @@ def _described(cleared: Cleared) -> list[str]:
     lines = [f"cleared an incomplete upload: {address}" for address in cleared.uploads]
     lines += [f"removed a shard that no index names: {address}" for address in cleared.objects]
     if cleared.kept:
-        lines.append(f"the bucket keeps versions: the bytes of {len(cleared.kept)} of these stay as old ones")
+        lines.append(f"the bucket keeps versions: the bytes of {len(cleared.kept)} of these may stay as old ones")
     return lines + [f"not cleared: {why}" for why in cleared.left]

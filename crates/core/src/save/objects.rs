@@ -197,8 +197,7 @@ impl ObjectsTarget {
             None if plan.is_share => Before::default(),
             None => Before::of_object(&asker, folder.within(&name))?,
         };
-        let is_tagged =
-            plan.index.is_some() && !plan.is_share && plan.files.iter().any(|file| before.may_have(&file.name));
+        let is_tagged = needs_tag(&plan, folder, &before, &asker)?;
         if is_tagged {
             plan.tag_shards(&journal.as_ref().map_or_else(new_tag, |journal| journal.tag().to_owned()))?;
         }
@@ -275,7 +274,7 @@ impl ObjectsTarget {
             UploadStage::Away => {
                 let condition = match self.is_visible(object) {
                     true => self.condition(&object.at),
-                    false => Precondition::Absent,
+                    false => Precondition::Unused,
                 };
                 // Its answer has the number by which it can be given up.
                 let watch = Beginning(Lingering::of(shared), self.journal.as_ref());
@@ -342,7 +341,20 @@ impl ObjectsTarget {
                     false => Ok(()),
                 }
             }
+            UploadStage::There(there) if is_shard && !object.is_own_name => self.remove_ours(&object.at, &there, watch),
             UploadStage::There(_) => remove(),
+        }
+    }
+
+    /// Removes a shard whose name another save may give too, if it is still ours.
+    fn remove_ours(&self, at: &Location, there: &Uploaded, watch: &dyn UploadWatch) -> Result<()> {
+        // Some services put an ETag into quotes in their fields, and not in their texts.
+        let bare = |version: &str| version.trim_matches('"').to_owned();
+        match (self.uploads.version(at, watch)?, &there.version) {
+            (None, _) => Ok(()),
+            (Some(now), Some(ours)) if bare(&now) == bare(ours) => self.uploads.remove(at, watch).map(drop),
+            (Some(_), Some(_)) => Err(Error::new(ErrorKind::Io, "another program has written it meanwhile")),
+            (Some(_), None) => Err(Error::new(ErrorKind::Io, "it may be another program's")),
         }
     }
 
@@ -369,7 +381,7 @@ impl ObjectsTarget {
         let at = self.index.as_ref().map_or(&self.objects[0].at, |(at, _)| at);
         let wanted = match self.condition(at) {
             Precondition::Always => return Ok(()),
-            Precondition::Absent => None,
+            Precondition::Absent | Precondition::Unused => None,
             Precondition::Version(version) => Some(version),
         };
         match self.uploads.version(at, watch) {
@@ -633,6 +645,22 @@ impl ObjectsTarget {
 impl std::fmt::Debug for ObjectsTarget {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("ObjectsTarget").field("folder", &self.folder).finish_non_exhaustive()
+    }
+}
+
+/// True if shards need names that no other save gives: one is there, or the service may refuse it because it was.
+fn needs_tag(plan: &SavePlan, folder: &Location, before: &Before, asker: &Asker<'_>) -> Result<bool> {
+    if plan.index.is_none() || plan.is_share {
+        return Ok(false);
+    }
+    if plan.files.iter().any(|file| before.may_have(&file.name)) {
+        return Ok(true);
+    }
+    let names: Vec<Location> = plan.files.iter().map(|file| folder.within(&file.name)).collect();
+    match asker.ask(folder, |uploads, watch| uploads.remembers(&names, watch)) {
+        Err(e) if e.kind() == ErrorKind::Cancelled => Err(e),
+        // Without an answer they may be refused.
+        asked => Ok(asked.unwrap_or(true)),
     }
 }
 

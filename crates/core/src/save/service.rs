@@ -5,7 +5,7 @@ use super::names::new_tag;
 use super::shared::SaveShared;
 use crate::error::Result;
 use crate::fallback::Fallback;
-use crate::store::upload::{UploadWatch, Uploads};
+use crate::store::upload::{ConditionTrial, Removal, UploadWatch, Uploads};
 use crate::store::Location;
 use std::ffi::OsStr;
 
@@ -61,14 +61,25 @@ impl ServiceReport<'_> {
     /// True if the service keeps to conditions. Nothing of the question stays, or it is told.
     fn heeds_conditions(&self, folder: &Location, in_parts: bool) -> Result<bool> {
         let probe = folder.within(OsStr::new(&format!(".penstock-{}", new_tag())));
-        let heeds = self.uploads.heeds_conditions(&probe, in_parts, self.watch);
+        let ConditionTrial { heeds, incomplete } = self.uploads.heeds_conditions(&probe, in_parts, self.watch);
+        let name = probe.as_path().display();
+        let tell =
+            |to, reason| self.shared.add_fallback(Fallback { from: "removing a trial of conditions", to, reason });
+        if let Some(e) = incomplete {
+            tell("leaving it", format!("an upload of one byte to {name} stays incomplete: {}", e.message()));
+        }
         let may_stay = match &heeds {
             Ok(heeds) => !heeds,
             Err(e) => !has_done_nothing(e),
         };
-        if let Some(Err(e)) = may_stay.then(|| self.uploads.remove(&probe, self.watch)) {
-            let reason = format!("{} stays, with one byte at most: {}", probe.as_path().display(), e.message());
-            self.shared.add_fallback(Fallback { from: "removing a trial of conditions", to: "leaving it", reason });
+        match may_stay.then(|| self.uploads.remove(&probe, self.watch)) {
+            Some(Err(e)) => tell("leaving it", format!("{name} stays, with one byte at most: {}", e.message())),
+            Some(Ok(Removal::Hidden)) => {
+                let stays = if heeds.is_ok() { "stays" } else { "may stay" };
+                let reason = format!("the bucket keeps versions: {name} {stays} as an old one, with one byte at most");
+                tell("an old version", reason);
+            }
+            Some(Ok(Removal::Done)) | None => {}
         }
         heeds
     }
@@ -89,13 +100,17 @@ impl ServiceReport<'_> {
         if !shows_versions && !version.as_deref().is_some_and(is_kept) {
             return;
         }
-        let until = match before.lock.as_ref().or(lock.as_ref()) {
-            Some(lock) => format!("and nobody can delete those as long as object lock keeps them ({lock})"),
-            None => "until a lifecycle rule removes those. A lock on them would delay that; the answers show none"
-                .to_owned(),
+        let until = match (&before.lock, &lock) {
+            (Some(lock), _) => format!(", and nobody can delete those as long as object lock keeps them ({lock})"),
+            (None, Some(lock)) => {
+                format!(". New objects are locked ({lock}); whether the old ones are, no answer says")
+            }
+            (None, None) => {
+                ", until a lifecycle rule removes those. A lock on them would delay that; the answers show none"
+                    .to_owned()
+            }
         };
-        let reason =
-            format!("the bucket keeps versions: objects that are replaced or removed stay as old ones, {until}");
+        let reason = format!("the bucket keeps versions: objects that are replaced or removed stay as old ones{until}");
         let from = "removing the earlier checkpoint";
         self.shared.add_fallback(Fallback { from, to: "old versions stay", reason });
     }

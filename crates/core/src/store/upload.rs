@@ -34,8 +34,11 @@ impl PartLimits {
 pub enum Precondition {
     /// None.
     Always,
-    /// There is no such object.
+    /// There is no such object. A service that counts a removed object as one that is there is asked if it does so here, and then the
+    /// object is written without a condition ([`Uploaded::is_unguarded`]).
     Absent,
+    /// There is no such object, and whoever writes the same name gets an error: never without a condition.
+    Unused,
     /// It has this version.
     Version(String),
 }
@@ -86,6 +89,22 @@ pub enum Removal {
     Done,
     /// Readers do not find it, and the bucket keeps its bytes as an old version.
     Hidden,
+}
+
+/// The outcome of a request on a condition that does not hold.
+#[derive(Debug)]
+pub struct ConditionTrial {
+    /// True if the service has refused it. `Err`: nobody knows.
+    pub heeds: Result<bool>,
+    /// The failed abort of an upload in parts, which stays incomplete.
+    pub incomplete: Option<Error>,
+}
+
+impl ConditionTrial {
+    /// The outcome of a trial that leaves no upload.
+    pub(crate) fn of(heeds: Result<bool>) -> ConditionTrial {
+        ConditionTrial { heeds, incomplete: None }
+    }
 }
 
 /// A service that takes objects. All of its calls block.
@@ -166,15 +185,22 @@ pub trait Uploads: Send + Sync + Debug {
         Err(Error::new(ErrorKind::Unsupported, "uploads to this service have no names").at(at))
     }
 
-    /// True if the service keeps to conditions. `probe` is an object that is not there: a service that is not known is asked to
-    /// replace it, at once or by an upload in parts, which it must refuse. After `false` it is there, with one byte at most: the
-    /// caller removes it.
+    /// True if the service may refuse [`Precondition::Unused`] for one of these names, none of which is there: it has had such an
+    /// object, and keeps versions.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin): nobody knows.
-    fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> Result<bool> {
+    fn remembers(&self, names: &[Location], watch: &dyn UploadWatch) -> Result<bool> {
+        let _ = (names, watch);
+        Ok(false)
+    }
+
+    /// The answer to the question if the service keeps to conditions. `probe` is an object that is not there: a service that is not
+    /// known is asked to replace it, at once or by an upload in parts, which it must refuse. If it does not, the object is there, with
+    /// one byte at most: the caller removes it.
+    fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> ConditionTrial {
         let _ = (probe, in_parts, watch);
-        Ok(true)
+        ConditionTrial::of(Ok(true))
     }
 
     /// True if a version of an object is kept that was replaced. Only where [`Uploaded`] does not show it.

@@ -5,7 +5,7 @@
 //! ignore it: then [`Uploaded::is_checked`] is false.
 
 use super::redirect::is_of_amazon;
-use super::versions::{default_lock, is_removed, own_lock};
+use super::versions::{default_lock, has_versions, is_removed, own_lock};
 use crate::error::{Error, ErrorKind, Result};
 use crate::store::location::Location;
 use crate::store::remote::auth::tokens::form;
@@ -16,14 +16,15 @@ use crate::store::remote::http::xml;
 use crate::store::remote::listing::parts;
 use crate::store::remote::upload::{changed, content_type, is_checked, other_bytes, since, Courier, Reply, WriteOrder};
 use crate::store::upload::{
-    ObjectState, PartLimits, Precondition, Removal, Sender, UnfinishedUpload, Upload, UploadWatch, Uploaded, Uploads,
+    ConditionTrial, ObjectState, PartLimits, Precondition, Removal, Sender, UnfinishedUpload, Upload, UploadWatch,
+    Uploaded, Uploads,
 };
 use crate::sync::{lock, Mutex};
 use base64::prelude::{Engine, BASE64_STANDARD};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LIMITS: PartLimits = PartLimits { least: 5 << 20, most: 5 << 30, parts: 10_000, step: 1, in_order: false };
 /// The statuses of a condition that does not hold: another object, one that is being written, none.
@@ -33,6 +34,10 @@ const PASSING: [&str; 3] = ["InternalError", "SlowDown", "ServiceUnavailable"];
 /// How often such a request is sent again, and the pause before.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(500);
+/// How long a save waits for a list of versions: a few requests to a service that is busy.
+const LISTING: Duration = Duration::from_secs(10);
+/// The statuses of a service that has no list of versions.
+const NO_LIST: &[u16] = &[404, 405, 501];
 /// The field of a part's checksum.
 const SUM: &str = "x-amz-checksum-crc32c";
 
@@ -117,7 +122,7 @@ fn send(
 fn condition(condition: &Precondition) -> Vec<(&'static str, String)> {
     match condition {
         Precondition::Always => Vec::new(),
-        Precondition::Absent => vec![("if-none-match", "*".to_owned())],
+        Precondition::Absent | Precondition::Unused => vec![("if-none-match", "*".to_owned())],
         Precondition::Version(etag) => vec![("if-match", etag.clone())],
     }
 }
@@ -203,10 +208,10 @@ impl Uploads for S3Uploads {
     fn remove(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Removal> {
         let ask = S3Ask { at, method: "DELETE", query: &[], fields: &[], is_long: false };
         let reply = self.send(&ask, &[], &[404], watch)?;
-        match reply.field("x-amz-delete-marker").as_deref() {
-            Some("true") => Ok(Removal::Hidden),
-            _ => Ok(Removal::Done),
-        }
+        // Where versioning is suspended, the mark itself is the version `null`, which replaces the bytes of one with that name:
+        // <https://docs.aws.amazon.com/AmazonS3/latest/userguide/DeletingObjectsfromVersioningSuspendedBuckets.html>
+        let is_marked = reply.field("x-amz-delete-marker").as_deref() == Some("true") && names_version(&reply);
+        Ok(if is_marked { Removal::Hidden } else { Removal::Done })
     }
 
     fn age(&self, at: &Location, watch: &dyn UploadWatch) -> Result<Option<Duration>> {
@@ -248,20 +253,32 @@ impl Uploads for S3Uploads {
         self.send(&ask, &[], &[404], watch).map(drop)
     }
 
-    fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> Result<bool> {
-        if is_amazon(&*self.s3, probe)? {
-            return Ok(true);
+    fn remembers(&self, names: &[Location], watch: &dyn UploadWatch) -> Result<bool> {
+        let Some(first) = names.first() else { return Ok(false) };
+        if is_amazon(&*self.s3, first)? {
+            return Ok(false);
+        }
+        let texts: Vec<String> = names.iter().map(Location::to_string).collect();
+        let keys = texts.iter().map(|text| parts(text).map(|(_, key)| key)).collect::<Result<Vec<&str>>>()?;
+        versions(&*self.s3, &self.courier, first, shared_start(&keys), &|text| has_versions(text, &keys), watch)
+    }
+
+    fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> ConditionTrial {
+        match is_amazon(&*self.s3, probe) {
+            Ok(false) => {}
+            known => return ConditionTrial::of(known),
         }
         let other = Precondition::Version("\"penstock\"".to_owned());
-        let written = match in_parts {
+        let (written, incomplete) = match in_parts {
             true => self.put_in_parts(probe, &other, watch),
-            false => self.put(probe, &[], &other, watch).map(drop),
+            false => (self.put(probe, &[], &other, watch).map(drop), None),
         };
-        match written {
+        let heeds = match written {
             Err(e) if e.kind() == ErrorKind::Changed => Ok(true),
             Err(e) => Err(e),
             Ok(()) => Ok(false),
-        }
+        };
+        ConditionTrial { heeds, incomplete }
     }
 
     fn sender(&self) -> &dyn Sender {
@@ -342,15 +359,15 @@ impl S3Uploads {
         }
     }
 
-    /// Writes an object of one byte by an upload in parts, which does not stay if that fails.
-    fn put_in_parts(&self, at: &Location, when: &Precondition, watch: &dyn UploadWatch) -> Result<()> {
-        let upload = self.begin(at, 1, LIMITS.least, when, watch)?;
-        let written = upload.part(0, 0, &[b"\0"], watch).and_then(|()| upload.finish(watch));
-        written.map(drop).or_else(|failed| {
-            let stays = |why: &str| format!("an upload of one byte stays incomplete: {why}");
-            upload.abort(watch).map_err(|e| e.reworded(stays))?;
-            Err(failed)
-        })
+    /// Writes an object of one byte by an upload in parts, which is aborted if that fails. The second error is that of the abort.
+    fn put_in_parts(&self, at: &Location, when: &Precondition, watch: &dyn UploadWatch) -> (Result<()>, Option<Error>) {
+        let upload = match self.begin(at, 1, LIMITS.least, when, watch) {
+            Ok(upload) => upload,
+            Err(e) => return (Err(e), None),
+        };
+        let written = upload.part(0, 0, &[b"\0"], watch).and_then(|()| upload.finish(watch)).map(drop);
+        let incomplete = written.is_err().then(|| upload.abort(watch).err()).flatten();
+        (written, incomplete)
     }
 }
 
@@ -373,9 +390,12 @@ fn is_there(
 
 /// The object that an answer tells of.
 fn uploaded(reply: &Reply, version: Option<String>, is_checked: bool) -> Uploaded {
-    // A bucket without versioning has none, and one that was suspended calls it `null`.
-    let is_versioned = reply.field("x-amz-version-id").is_some_and(|version| version != "null");
-    Uploaded { version, is_checked, is_versioned, ..Uploaded::default() }
+    Uploaded { version, is_checked, is_versioned: names_version(reply), ..Uploaded::default() }
+}
+
+/// True if an answer names a version that the bucket keeps. Without versioning it names none, and where that is suspended, `null`.
+fn names_version(reply: &Reply) -> bool {
+    reply.field("x-amz-version-id").is_some_and(|version| version != "null")
 }
 
 fn is_amazon(s3: &dyn SignsWrites, at: &Location) -> Result<bool> {
@@ -390,8 +410,70 @@ fn bucket_of(at: &Location) -> Result<Location> {
     Ok(Location::Url(format!("{}://{bucket}/", at.scheme().unwrap_or_default())))
 }
 
+/// A wait for a list of versions, which nobody needs for longer than so.
+struct Listing<'w> {
+    watch: &'w dyn UploadWatch,
+    began: Instant,
+    /// The reason of the last try.
+    why: Mutex<Option<String>>,
+}
+
+impl UploadWatch for Listing<'_> {
+    fn check(&self) -> Result<()> {
+        self.watch.check()?;
+        if self.began.elapsed() < LISTING {
+            return Ok(());
+        }
+        let why = lock(&self.why).as_ref().map_or(String::new(), |why| format!(": {why}"));
+        Err(Error::new(ErrorKind::Timeout, format!("no answer in {} seconds{why}", LISTING.as_secs())))
+    }
+
+    fn moved(&self) {
+        self.watch.moved();
+    }
+
+    fn again(&self, why: &Error) {
+        *lock(&self.why) = Some(why.message().to_owned());
+        self.watch.again(why);
+    }
+}
+
+/// The answer of `read` to the versions of the keys with this prefix. A service that lists none has none.
+fn versions(
+    s3: &dyn SignsWrites,
+    courier: &Courier,
+    at: &Location,
+    prefix: &str,
+    read: &dyn Fn(&str) -> Result<bool, ()>,
+    watch: &dyn UploadWatch,
+) -> Result<bool> {
+    let bucket = bucket_of(at)?;
+    let query = [("prefix", prefix.to_owned()), ("versions", String::new())];
+    let ask = S3Ask { at: &bucket, method: "GET", query: &query, fields: &[], is_long: false };
+    let watch = Listing { watch, began: Instant::now(), why: Mutex::default() };
+    match send(s3, courier, &ask, &[], &[], &watch) {
+        Err(e) if e.status().is_some_and(|status| NO_LIST.contains(&status)) => Ok(false),
+        Err(e) => Err(e),
+        Ok(reply) => read(&String::from_utf8_lossy(&reply.body))
+            .map_err(|()| reply.unexpected("no list of versions came").at(&bucket)),
+    }
+}
+
+/// The start that all keys have in common.
+fn shared_start<'k>(keys: &[&'k str]) -> &'k str {
+    let Some((&first, rest)) = keys.split_first() else { return "" };
+    rest.iter().fold(first, |start, key| {
+        let differs = start.char_indices().zip(key.chars()).find(|((_, a), b)| a != b).map(|((at, _), _)| at);
+        &start[..differs.unwrap_or(start.len().min(key.len()))]
+    })
+}
+
 /// True if the server refuses the condition that there is no such object because of one that was removed, and whose old versions it keeps.
 /// S3 does not: <https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html>. versitygw 1.8 does.
+///
+/// # Errors
+/// `Changed`: that is so, and the name must be unused; or the list of versions is refused. `Cancelled`, `Timeout`: it was not waited
+/// for. All have the status of the refused request, which has done nothing.
 fn counts_removed(
     s3: &dyn SignsWrites,
     courier: &Courier,
@@ -400,16 +482,31 @@ fn counts_removed(
     reply: &Reply,
     watch: &dyn UploadWatch,
 ) -> Result<bool> {
-    if *when != Precondition::Absent || reply.status != 412 || is_amazon(s3, at)? {
+    let is_of_absence = matches!(when, Precondition::Absent | Precondition::Unused);
+    if !is_of_absence || reply.status != 412 || is_amazon(s3, at)? {
         return Ok(false);
     }
-    let (text, bucket) = (at.to_string(), bucket_of(at)?);
+    let refused = |kind: ErrorKind, why: &str| {
+        let text = format!("the service refuses the condition that there is no such object ({}); {why}", reply.shown);
+        Error::new(kind, text).at(at).answered(reply.status, None)
+    };
+    let text = at.to_string();
     let (_, key) = parts(&text)?;
-    let query = [("prefix", key.to_owned()), ("versions", String::new())];
-    let ask = S3Ask { at: &bucket, method: "GET", query: &query, fields: &[], is_long: false };
-    // Without an answer the object counts as one that is there.
-    let listed = send(s3, courier, &ask, &[], &[], watch);
-    Ok(listed.is_ok_and(|reply| is_removed(&String::from_utf8_lossy(&reply.body), key)))
+    match versions(s3, courier, at, key, &|text| is_removed(text, key), watch) {
+        Ok(true) if *when == Precondition::Unused => {
+            let why = "one was there and was removed, and the service counts it because it keeps its versions";
+            Err(refused(ErrorKind::Changed, why))
+        }
+        Err(e) => {
+            let kind = match e.kind() {
+                ErrorKind::Cancelled | ErrorKind::Timeout => e.kind(),
+                _ => ErrorKind::Changed,
+            };
+            let unasked = "whether it was removed could not be asked (s3:ListBucketVersions)";
+            Err(refused(kind, &format!("{unasked}: {}", e.message())))
+        }
+        known => known,
+    }
 }
 
 /// The texts of the elements directly in the root, which must have this name.

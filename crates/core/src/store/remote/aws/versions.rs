@@ -48,8 +48,9 @@ fn retention(mode: &str, period: &str) -> Option<String> {
     }
 }
 
-/// True if the newest version of this key is the mark of its removal, by the text of a `ListVersionsResult`.
-pub(super) fn is_removed(text: &str, key: &str) -> bool {
+/// True if the newest version of this key is the mark of its removal, by the text of a `ListVersionsResult`. `Err`: the text is another
+/// one.
+pub(super) fn is_removed(text: &str, key: &str) -> Result<bool, ()> {
     let (mut name, mut is_latest, mut found) = (String::new(), false, false);
     let read = xml::read(text, |element| match element.path[1..] {
         ["DeleteMarker", "Key"] => name = element.text,
@@ -57,7 +58,19 @@ pub(super) fn is_removed(text: &str, key: &str) -> bool {
         ["DeleteMarker"] => found |= std::mem::take(&mut is_latest) && std::mem::take(&mut name) == key,
         _ => {}
     });
-    read == Ok("ListVersionsResult") && found
+    (read == Ok("ListVersionsResult")).then_some(found).ok_or(())
+}
+
+/// True if a version of one of these keys is kept, by the text of a `ListVersionsResult`, or if that list goes on. `Err`: the text is
+/// another one.
+pub(super) fn has_versions(text: &str, keys: &[&str]) -> Result<bool, ()> {
+    let mut found = false;
+    let read = xml::read(text, |element| match element.path[1..] {
+        ["Version" | "DeleteMarker", "Key"] => found |= keys.contains(&element.text.as_str()),
+        ["IsTruncated"] => found |= element.text.trim().eq_ignore_ascii_case("true"),
+        _ => {}
+    });
+    (read == Ok("ListVersionsResult")).then_some(found).ok_or(())
 }
 
 #[cfg(test)]
@@ -92,16 +105,31 @@ mod tests {
             format!("<{kind}><Key>{key}</Key><VersionId>v</VersionId><IsLatest>{is_latest}</IsLatest></{kind}>")
         };
         let other = entry("DeleteMarker", "a/b.c", "true");
-        assert!(is_removed(&list(&(entry("DeleteMarker", "a/b", "true") + &other)), "a/b"));
-        assert!(is_removed(&list(&(other.clone() + &entry("DeleteMarker", "a/b", "true"))), "a/b"));
+        let is_removed = |text: &str| super::is_removed(text, "a/b");
+        assert_eq!(is_removed(&list(&(entry("DeleteMarker", "a/b", "true") + &other))), Ok(true));
+        assert_eq!(is_removed(&list(&(other.clone() + &entry("DeleteMarker", "a/b", "true")))), Ok(true));
         for no in [
             String::new(),
             other.clone(),
             entry("Version", "a/b", "true"),
             entry("Version", "a/b", "true") + &entry("DeleteMarker", "a/b", "false") + &other,
         ] {
-            assert!(!is_removed(&list(&no), "a/b"), "{no}");
+            assert_eq!(is_removed(&list(&no)), Ok(false), "{no}");
         }
-        assert!(!is_removed("<Error></Error>", "a/b"));
+        assert_eq!(is_removed("<Error></Error>"), Err(()));
+    }
+
+    #[test]
+    fn a_version_of_a_key_is_found_whatever_its_kind() {
+        let list = |entries: &str| format!("<ListVersionsResult><Name>b</Name>{entries}</ListVersionsResult>");
+        let entry = |kind: &str, key: &str| format!("<{kind}><Key>{key}</Key><IsLatest>false</IsLatest></{kind}>");
+        let has = |text: &str| has_versions(text, &["a/b", "a/d"]);
+        for kind in ["Version", "DeleteMarker"] {
+            assert_eq!(has(&list(&(entry(kind, "a/b.c") + &entry(kind, "a/d")))), Ok(true), "{kind}");
+            assert_eq!(has(&list(&entry(kind, "a/b.c"))), Ok(false), "{kind}");
+        }
+        assert_eq!(has(&list("<IsTruncated>false</IsTruncated>")), Ok(false));
+        assert_eq!(has(&list("<IsTruncated>true</IsTruncated>")), Ok(true), "nobody has seen the rest");
+        assert_eq!(has("<Error></Error>"), Err(()));
     }
 }

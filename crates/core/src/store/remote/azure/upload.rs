@@ -80,7 +80,7 @@ fn send(
 fn condition(condition: &Precondition) -> String {
     match condition {
         Precondition::Always => String::new(),
-        Precondition::Absent => "If-None-Match: *\r\n".to_owned(),
+        Precondition::Absent | Precondition::Unused => "If-None-Match: *\r\n".to_owned(),
         Precondition::Version(etag) => format!("If-Match: {etag}\r\n"),
     }
 }

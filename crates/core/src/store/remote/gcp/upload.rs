@@ -124,7 +124,7 @@ enum GcsResource {
 fn condition(condition: &Precondition) -> Vec<(&'static str, String)> {
     match condition {
         Precondition::Always => Vec::new(),
-        Precondition::Absent => vec![("ifGenerationMatch", "0".to_owned())],
+        Precondition::Absent | Precondition::Unused => vec![("ifGenerationMatch", "0".to_owned())],
         Precondition::Version(generation) => vec![("ifGenerationMatch", generation.clone())],
     }
 }
