@@ -1,4 +1,4 @@
-"""Saves to buckets that keep versions, and the trial of conditions there, against the double of S3 (`upload_server`)."""
+"""Saves to buckets that keep versions, and trials of conditions there, against the double of S3 (`upload_server`)."""
 
 from __future__ import annotations
 
@@ -115,6 +115,7 @@ def test_shards_whose_names_were_removed_get_names_of_their_own(bucket: Uploads,
     report = penstock.save(**shards(1), directory=PLACE, storage=settings(bucket))
     assert same(load(bucket), tensors(1)) and not report.fallbacks
     assert len(bucket.objects) == 4 and not set(bucket.objects) & set(SHARDS)
+    assert ("GET", "", {"prefix": "models/one/model-0000", "versions": ""}) in bucket.requests, "one list for all names"
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])

@@ -483,7 +483,7 @@ fn counts_removed(
     watch: &dyn UploadWatch,
 ) -> Result<bool> {
     let is_of_absence = matches!(when, Precondition::Absent | Precondition::Unused);
-    if !is_of_absence || reply.status != 412 || is_amazon(s3, at)? {
+    if !is_of_absence || reply.status != 412 {
         return Ok(false);
     }
     let refused = |kind: ErrorKind, why: &str| {
@@ -492,7 +492,8 @@ fn counts_removed(
     };
     let text = at.to_string();
     let (_, key) = parts(&text)?;
-    match versions(s3, courier, at, key, &|text| is_removed(text, key), watch) {
+    let removed = || versions(s3, courier, at, key, &|text| is_removed(text, key), watch);
+    match is_amazon(s3, at).and_then(|is_amazon| if is_amazon { Ok(false) } else { removed() }) {
         Ok(true) if *when == Precondition::Unused => {
             let why = "one was there and was removed, and the service counts it because it keeps its versions";
             Err(refused(ErrorKind::Changed, why))
