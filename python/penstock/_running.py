@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from ._errors import PenstockError
 from ._framework import Adapter
 from ._late_imports import importing
 from ._paths import without_secrets
+from ._patience import LOOK
 from ._progress import INTERVAL, Meter
 from ._report import Report
 from ._request import Request
@@ -31,6 +33,16 @@ class _Begun:
 
     def __init__(self, core: _core.Checkpoint, device: str, stream: bool) -> None:
         self.core, self.device, self.stream = core, device, stream
+
+
+Target = tuple[str, str]
+"""The folder of a checkpoint and its name: equal for two saves that would remove each other's files."""
+
+
+class Ending(Protocol):
+    """Work in the background that comes to an end."""
+
+    def done(self) -> bool: ...
 
 
 class RunningSave(Protocol):
@@ -51,6 +63,8 @@ _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionar
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 #: Saves in the background that somebody still has, with their places.
 _saves: weakref.WeakKeyDictionary[RunningSave, str] = weakref.WeakKeyDictionary()
+#: Saves in the background that are not over: their targets, and True for one of ranks. See `await_saves_to`.
+_targets: weakref.WeakKeyDictionary[Ending, tuple[Target, bool]] = weakref.WeakKeyDictionary()
 #: Ranks that watch each other, with what they do in words.
 _watches: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 #: Other work that is under way, by a number.
@@ -67,7 +81,7 @@ def _stop_fills() -> None:
 def _forget() -> None:
     """In a forked child: what is under way there is the parent's."""
     _core.leave_cache_to_parent()
-    for known in (_begun, _streams, _saves, _watches, _others):
+    for known in (_begun, _streams, _saves, _targets, _watches, _others):
         known.clear()
 
 
@@ -180,6 +194,33 @@ def over(stream: _core.Load) -> None:
 def saves(save: RunningSave, place: str) -> None:
     """This save runs in the background."""
     _saves[save] = place
+
+
+def saves_to(save: Ending, target: Target, *, of_ranks: bool) -> None:
+    """This save to the folder of a checkpoint runs in the background."""
+    _targets[save] = (target, of_ranks)
+
+
+def has_saves() -> bool:
+    """True if saves to folders of checkpoints may run in the background."""
+    return bool(_targets)
+
+
+def await_saves_to(target: Target, go_on: Callable[[], object], *, only_of_ranks: bool = False) -> None:
+    """Waits for the saves of this process to this target that run in the background: a later one would remove their
+    files before they are visible.
+
+    Args:
+        go_on: Called again and again meanwhile; it may raise.
+        only_of_ranks: Waits for saves of ranks only.
+    """
+    # A job that is dropped meanwhile gives its save up: nothing here may keep it
+    earlier = [(target, True)] if only_of_ranks else [(target, True), (target, False)]
+    for save in [weakref.ref(save) for save, known in _still_there(_targets) if known in earlier]:
+        while (runs := save()) is not None and not runs.done():
+            del runs
+            go_on()
+            time.sleep(LOOK)
 
 
 def watches(watch: object, what: str) -> None:

@@ -25,7 +25,7 @@ from ._paths import is_web, target_folder, target_path, without_secrets
 from ._progress import Meter, Progress
 from ._report import Report
 from ._save_job import SaveJob
-from ._saving import SaveRequest, await_save, begin, described, report_of, supply_all
+from ._saving import SaveRequest, await_ranks, await_save, begin, described, report_of, supply_all, target_of
 from ._unsaveable import check
 
 #: No shard is larger than a file can be.
@@ -55,6 +55,7 @@ def _write(request: SaveRequest, tensors: Mapping[str, Any], progress: Progress)
     with observe("save", request.shown) as seen:
         request.check()
         found = described(tensors)
+        await_ranks(request)
         with _running.under_way(f"a save to {request.shown}"), Meter(progress, "save", seen) as meter:
             save = begin(request, found)
             try:
@@ -72,10 +73,14 @@ def _start(request: SaveRequest, tensors: Mapping[str, Any], snapshot: bool) -> 
     try:
         request.check()
         found = described(tensors)
+        await_ranks(request)
         save = begin(request, found, snapshot=snapshot, ahead=True)
         try:
             supply_all(save, list(found.items()))
-            return SaveJob(save, request.shown, len(found), request.fsync, seen)
+            job = SaveJob(save, request.shown, len(found), request.fsync, seen)
+            if request.checkpoint:
+                _running.saves_to(save, target_of(request, request.check()), of_ranks=False)
+            return job
         except BaseException:
             save.close()
             raise
@@ -303,8 +308,8 @@ def save(
             tensor that several ranks have by one name is saved once: their bytes are not compared. The files have names
             that no other save has, and an index. With ``wait=False`` each rank gets a job of its own. All messages of
             the process group are sent before the call returns. Another thread then writes, uploads, and talks to the
-            other ranks through the rendezvous store, which must stay until the job is done. A second save of the group
-            waits until this one is done.
+            other ranks through the rendezvous store, which must stay until the job is done. A second save of the group,
+            or to the folder, waits until this one is done.
 
     The other arguments, the report and the errors are those of `save_file`. ``files`` in the report lists the names of
     the files. If a file of an earlier save cannot be removed, the error says so, and the new files have their names.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from . import _running
 from ._errors import CancelledError, PeerError, PenstockError, PlanMismatchError
 from ._group import Watch
 from ._patience import LOOK
@@ -40,15 +41,19 @@ class SavingRanks(Watch):
         """Set when this rank does nothing more of this save."""
 
     def await_earlier(self) -> None:
-        """Waits for the save of this rank in this group that still runs in the background: two of them would remove
-        each other's files.
+        """Waits for the save of this rank in this group that still runs in the background: a program that saves faster
+        than the storage takes is slowed down.
         """
         for one in list(_apart):
             if (one._owner, one._rank) == (os.getpid(), self._rank) and one._shared is self._shared:
                 while not one.over.wait(LOOK):  # in pieces, for Ctrl-C
                     pass
 
-    def go_apart(self) -> None:
+    def done(self) -> bool:
+        """True if this rank does nothing more of this save."""
+        return self.over.is_set()
+
+    def go_apart(self, target: _running.Target) -> None:
         """From now on a thread of ours asks the store, beside the program: it needs a connection of its own. `joined`
         may end before.
         """
@@ -61,6 +66,7 @@ class SavingRanks(Watch):
                 if self._store.stalled:
                     raise
         _apart.append(self)
+        _running.saves_to(self, target, of_ranks=True)
 
     def leave(self) -> None:
         """This rank does nothing more of this save, and has no connection of its own to the store any more."""

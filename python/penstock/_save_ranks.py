@@ -31,6 +31,7 @@ from ._describing import checked_metadata, describe, device_kind, synchronize
 from ._errors import (
     ArgumentTypeError,
     CancelledError,
+    ChangedError,
     InvalidError,
     NotFoundError,
     PeerError,
@@ -50,7 +51,7 @@ from ._save_job import SaveJob
 from ._save_meeting import HIDDEN, LAST_WORD, PUBLISH, UNKNOWN, VISIBLE, SavingRanks, meeting
 from ._save_parts import Had, Owned, Piece, Plan, nbytes_of, planned, sent_kinds, sequence
 from ._save_thread import SaveHandle, SaveThread
-from ._saving import SaveRequest, begin, check_room, report_of, supply
+from ._saving import SaveRequest, begin, check_room, report_of, supply, target_of
 
 #: Seconds for which rank 0 waits until it sees the files of other ranks: some network file systems show them late.
 _SHOWN = 10.0
@@ -59,6 +60,10 @@ _SELDOM = 0.2
 #: The advice for a DTensor whose parts are not known.
 _ADVICE = "pad the tensor, or save the result of its `full_tensor()`, which counts as a replica on each rank"
 _SUFFIX = ".safetensors"
+
+
+#: Tells a file from another one that gets its name later: device, inode, and when it was written.
+_Stamp = tuple[int, int, int]
 
 
 class _Local(NamedTuple):
@@ -169,7 +174,7 @@ def start(ask: Ask, group: Any, snapshot: bool) -> SaveJob:
                 leaving.enter_context(share)
                 del tensors, local
                 share.gather()
-                ranks.go_apart()
+                ranks.go_apart(target_of(request, options))
                 return SaveJob(_finished_apart(share, ranks, leaving), request.shown, share.count, request.fsync, seen)
             except BaseException as error:
                 seen.end(error)
@@ -219,6 +224,8 @@ class _RankSave:
         self._listed: list[tuple[str, Described]] = []
         self._late: list[int] = []
         """Tensors that are not in memory yet, in the order in which they are written."""
+        self._before: list[tuple[str, _Stamp | None]] = []
+        """What readers of the folder go by, as it was before this save."""
         self._is_sealed = self._is_decided = self._is_over = False
 
     def __enter__(self) -> _RankSave:
@@ -284,6 +291,8 @@ class _RankSave:
 
     def _agreed(self) -> Plan:
         """The plan of all ranks. This rank's save has begun."""
+        # Also one of another group: rank 0 begins when all have said what they have
+        _running.await_saves_to(target_of(self._request, self._options), self._ranks.look)
         has = [self._arguments(), [one.had for one in self._local.values() if one.had is not None]]
         self._ranks.say("has", zlib.compress(json.dumps(has).encode(), 1))
         if self._rank == 0:
@@ -378,6 +387,8 @@ class _RankSave:
             check_room(nbytes, "gathering and packing tensors before the call returns")
         request = self._request if self._rank == 0 else self._request.of_other_rank()
         share = ([file.name for file in files], index)
+        if self._rank == 0:
+            self._before = self._stamps()
         # The crew would wait for a snapshot of nothing
         copies = self._snapshot and bool(files)
         self._save = begin(request, dict(self._listed), snapshot=copies, ahead=True, share=share)
@@ -489,6 +500,7 @@ class _RankSave:
         if self._rank == 0:
             ranks.all("sealed")
             self._check_files(plan)
+            self._check_unchanged()
             if not ranks.decide(PUBLISH):
                 raise self._told()
             self._is_decided = True
@@ -539,6 +551,32 @@ class _RankSave:
                 raise NotFoundError(f"{path}: {why}; nothing is visible", path=path)
             self._look()
             time.sleep(LOOK)
+
+    def _stamps(self) -> list[tuple[str, _Stamp | None]]:
+        """The index and the single file of the folder, as they are now."""
+        folder = self._request.folder
+        if is_web(folder):
+            return []  # the request that puts the index has a condition
+
+        def found() -> list[tuple[str, _Stamp | None]]:
+            stamps: list[tuple[str, _Stamp | None]] = []
+            for path in (f"{folder}/{self._index_name()}", f"{folder}/{self._request.name}"):
+                asking(path)
+                try:
+                    is_now = Path(path).stat()
+                    stamps.append((path, (is_now.st_dev, is_now.st_ino, is_now.st_mtime_ns)))
+                except OSError:
+                    stamps.append((path, None))
+            return stamps
+
+        return patiently(found, self._options.stall_timeout, folder)
+
+    def _check_unchanged(self) -> None:
+        """Raises if another save has written to the folder meanwhile: each would remove the other's files."""
+        for (path, before), (_, now) in zip(self._before, self._stamps(), strict=True):
+            if before != now:
+                why = "another program has written, or removed, this file since this save began"
+                raise ChangedError(f"{path}: {why}; nothing of this save is visible", path=path)
 
     def _give_up(self, error: BaseException) -> None:
         """This rank's files go, unless the new checkpoint may be visible."""

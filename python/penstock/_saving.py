@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import _core, _running
@@ -12,7 +13,8 @@ from ._described import Described
 from ._describing import checked_metadata, describe, fill, synchronize
 from ._errors import ArgumentTypeError, InvalidError, OutOfMemoryError
 from ._options import make_options
-from ._paths import without_secrets
+from ._paths import is_web, without_secrets
+from ._patience import patiently
 from ._progress import INTERVAL, Meter
 from ._report import Report
 
@@ -50,6 +52,20 @@ class SaveRequest(NamedTuple):
         if not isinstance(self.fsync, bool):
             raise InvalidError(f"fsync={self.fsync!r}: give True or False")
         return make_options(self.options)
+
+
+def target_of(request: SaveRequest, options: Options) -> _running.Target:
+    """The target of a save to the folder of a checkpoint, however the folder is spelled."""
+    folder, name = request.folder, request.name.removesuffix(".safetensors")
+    if is_web(folder):
+        return folder.rstrip("/"), name
+    return patiently(lambda: os.path.realpath(folder), options.stall_timeout, folder), name
+
+
+def await_ranks(request: SaveRequest, go_on: Callable[[], object] = lambda: None) -> None:
+    """Waits for the saves of ranks to the same target that run in the background of this process."""
+    if request.checkpoint and _running.has_saves():
+        _running.await_saves_to(target_of(request, request.check()), go_on, only_of_ranks=True)
 
 
 def described(tensors: Mapping[str, Any]) -> dict[str, Described]:

@@ -1,0 +1,135 @@
+"""Saves of ranks in the background: beside other saves to their folder, and given up at bad moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from s3_server import serving
+from test_into_dtensors import write_model
+from test_save_ranks_jobs import BEGIN
+from upload_server import Uploads
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+@pytest.fixture
+def bucket() -> Iterator[Uploads]:
+    with serving(Uploads()) as found:
+        yield found
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path)
+
+
+#: The first save of a program publishes when all ranks have begun a second one, and 1 s later.
+FIRST_IS_SLOW = (
+    BEGIN
+    + """
+from penstock._save_meeting import SavingRanks
+def late(self, what, decide=SavingRanks.decide):
+    decided = decide(self, what)
+    if not os.path.exists(f"{folder}/first"):
+        write(folder, "first")
+        while not all(os.path.exists(f"{folder}/second.{each}") for each in range(size)):
+            time.sleep(0.005)
+        time.sleep(1.0)
+    return decided
+SavingRanks.decide = late
+def first():
+    return saved({f"b{rank}": torch.ones(1000)}, place, group=dist.group.WORLD, wait=False)
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["group", "alone", "alone, first", "linked"])
+def test_a_save_waits_for_one_of_another_group_to_the_same_folder(
+    placed: Callable[..., Any], model: Path, tmp_path: Path, kind: str
+) -> None:
+    """Each would remove the other's files before their index names them."""
+    program = (
+        FIRST_IS_SLOW
+        + """
+import threading
+other = dist.new_group()
+if kind == "linked":
+    os.makedirs(place, exist_ok=True)
+    if rank == 0:
+        os.symlink(place, f"{place}.link")
+if kind == "alone, first":
+    from penstock import _running
+    class Slow:
+        def done(self):
+            return os.path.exists(f"{folder}/third")
+    if rank == 0:
+        job = saved({"b": torch.zeros(1000)}, place, wait=False)
+        slow = Slow()  # as if it still ran
+        [_running._targets[slow]] = list(_running._targets.values())
+        threading.Timer(1.0, write, [folder, "third"]).start()
+    write(folder, f"second.{rank}")
+    job = first()
+    assert os.path.exists(f"{folder}/third")
+    said["first"] = said["second"] = tried(job.result)
+else:
+    job = first()
+    dist.barrier()
+    to = f"{place}.link" if kind == "linked" else place
+    write(folder, f"second.{rank}")
+    if kind == "alone":
+        if rank == 0:
+            saved({"b": torch.zeros(1000)}, to)
+    else:
+        saved({f"b{rank}": torch.zeros(1000)}, to, group=other, wait=False).result()
+    said["done"] = job.done() or kind == "alone" and rank == 1
+    said["first"] = tried(job.result)
+dist.barrier()
+said["sums"] = {name: float(tensor.sum()) for name, tensor in penstock.open(place).load().items()}
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    with placed(program, 2, model, place=str(tmp_path / "to"), kind=kind, given_storage=None) as ranks:
+        said = ranks.all()
+    assert [one["first"][0] for one in said] == [None, None], said
+    sums = {"alone": {"b": 0.0}, "alone, first": {"b0": 1000.0, "b1": 1000.0}}.get(kind, {"b0": 0.0, "b1": 0.0})
+    assert [one["sums"] for one in said] == [sums, sums]
+    assert all(one.get("done", True) for one in said), said
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors"])
+def test_a_folder_that_another_program_has_saved_to_meanwhile_keeps_its_checkpoint(
+    placed: Callable[..., Any], model: Path, tmp_path: Path, name: str
+) -> None:
+    """As in a bucket: the later save fails."""
+    program = (
+        BEGIN
+        + """
+from penstock._save_meeting import SavingRanks
+def late(self, what, value=b"", say=SavingRanks.say):
+    if what == "sealed" and rank == 1:
+        wait_for(f"{folder}/written")
+    say(self, what, value)
+SavingRanks.say = late
+job = saved({f"b{rank}": torch.ones(1000)}, place, group=dist.group.WORLD, wait=False)
+if rank == 0:
+    with open(f"{place}/{name}", "w") as file:
+        file.write("of another program")
+    write(folder, "written")
+said["result"] = tried(job.result)
+dist.barrier()
+said["files"] = sorted(os.listdir(place))
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    with placed(program, 2, model, place=str(tmp_path / "to"), name=name, given_storage=None) as ranks:
+        said = ranks.all()
+    assert said[0]["result"][0] == "ChangedError" and name in said[0]["result"][1], said
+    assert said[1]["result"][0] == "PeerError" and "since this save began" in said[1]["result"][1], said
+    assert said[0]["files"] == [name]
+    assert (tmp_path / "to" / name).read_text() == "of another program"
