@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from s3_server import serving
+from safetensors.torch import load_file
 from test_into_dtensors import write_model
+from test_save_ranks import in_bucket, old_checkpoint, same
 from test_save_ranks_jobs import BEGIN
-from upload_server import Uploads
+from test_uploads import INDEX, PLACE
+from upload_server import Uploads, settings
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -133,3 +139,105 @@ dist.destroy_process_group()
     assert said[1]["result"][0] == "PeerError" and "since this save began" in said[1]["result"][1], said
     assert said[0]["files"] == [name]
     assert (tmp_path / "to" / name).read_text() == "of another program"
+
+
+@pytest.mark.parametrize("how", ["cancel", "kill"])
+def test_a_rank_that_leaves_while_rank_0_publishes_fails_nobody(
+    placed: Callable[..., Any], model: Path, bucket: Uploads, how: str
+) -> None:
+    """The answer to the index takes more than three times as long as the store may take to answer."""
+    old_checkpoint(bucket)
+    program = (
+        BEGIN
+        + """
+from penstock._save_meeting import SavingRanks
+def apart(self, *more, go_apart=SavingRanks.go_apart):
+    go_apart(self, *more)
+    self._store.limit = 1.0
+SavingRanks.go_apart = apart
+job = saved(made, place, group=line, wait=False)
+write(folder, f"called.{rank}")
+if rank == 1:
+    wait_for(f"{folder}/puts")
+    if how == "cancel":
+        job.cancel()
+said["result"] = tried(job.result)
+"""
+    )
+    with placed(program, 4, model, place=PLACE, given_storage=settings(bucket), how=how) as ranks:
+
+        def puts_index(method: str, key: str, query: dict[str, str]) -> None:
+            if method == "PUT" and key == INDEX:
+                ranks.held("called")
+                (ranks.folder / "puts").touch()
+                if how == "kill":
+                    os.kill(ranks.pids[1], signal.SIGKILL)
+                time.sleep(4.5 if how == "cancel" else 1.5)
+
+        bucket.refuses = puts_index
+        said = [ranks.said(rank) for rank in range(4) if how == "cancel" or rank != 1]
+    assert [one["result"][0] for one in said] == [None] * len(said), said
+    assert same(in_bucket(bucket), load_file(model)) and len(bucket.objects) == 5 and not bucket.under_way
+
+
+def test_a_store_that_fails_when_the_checkpoint_is_visible_fails_no_rank(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = (
+        BEGIN
+        + """
+from penstock._save_meeting import SavingRanks
+def fails(self, what, value=b"", say=SavingRanks.say):
+    if what != "outcome" or rank == 0:
+        say(self, what, value)
+    if what == "outcome":
+        raise penstock.PeerError("the rendezvous store is gone")
+SavingRanks.say = fails
+said["result"] = tried(saved(made, place, group=line, wait=False).result)
+"""
+    )
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert [one["result"][0] for one in said] == [None, None], said
+    assert same(in_bucket(bucket), load_file(model))
+
+
+def test_a_rank_0_that_hangs_after_it_has_published_says_that_readers_may_see_the_checkpoint(
+    placed: Callable[..., Any], model: Path, tmp_path: Path
+) -> None:
+    program = (
+        BEGIN
+        + """
+from penstock import _save_ranks
+class Hangs:
+    "As if a call into the folder hung after the index has its name."
+    def __init__(self, save):
+        self.save, self.approved = save, False
+    def __getattr__(self, name):
+        return getattr(self.save, name)
+    def approve(self):
+        self.approved = True
+        self.save.approve()
+        self.save.wait()
+        write(folder, f"published.{rank}")
+    def wait(self, timeout=None):
+        if not self.approved:
+            return self.save.wait(timeout)
+        time.sleep(0.01)
+        return False
+if rank == 0:
+    _save_ranks.begin = lambda *more, begin=_save_ranks.begin, **named: Hangs(begin(*more, **named))
+job = saved({f"b{rank}": torch.ones(1000)}, place, group=dist.group.WORLD, wait=False)
+if rank == 0:
+    wait_for(f"{folder}/published.0")
+    job.cancel()
+said["result"] = tried(job.result)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    with placed(program, 2, model, place=str(tmp_path / "to"), given_storage=None) as ranks:
+        said = ranks.all()
+    assert said[0]["result"][0] == "CancelledError" and said[1]["result"][0] == "PeerError", said
+    assert all("the new checkpoint may be visible" in one["result"][1] for one in said), said
+    assert len(list((tmp_path / "to").iterdir())) == 3

@@ -29,12 +29,15 @@ class SavingRanks(Watch):
     """The plan is known: messages may be under way."""
     is_common = False
     """All ranks have the error of this one, by themselves."""
+    is_published = False
+    """Rank 0 makes the new checkpoint visible: this rank cannot stop it any more."""
     is_visible = False
     """The new checkpoint is visible: it is too late to give up."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
         self._shared, self._owner = self._member.store, os.getpid()
+        self._fate: bytes | None = None
         self.give_up = threading.Event()
         """Set when the job of this save was cancelled or dropped."""
         self.over = threading.Event()
@@ -82,6 +85,11 @@ class SavingRanks(Watch):
         return super()._go_on()
 
     @property
+    def limit(self) -> float:
+        """Seconds that an answer of the store may take."""
+        return self._store.limit
+
+    @property
     def rank(self) -> int:
         return self._rank
 
@@ -90,8 +98,10 @@ class SavingRanks(Watch):
         return self._size
 
     def tell(self, error: BaseException) -> None:
-        """The others hear why this rank gives up. What differs all ranks see by themselves. Idempotent."""
-        if not isinstance(error, PlanMismatchError) and not self.is_common:
+        """The others hear why this rank gives up. What differs all ranks see by themselves. They hear nothing if rank 0
+        publishes: the save ends well without this rank. Idempotent.
+        """
+        if not isinstance(error, PlanMismatchError) and not self.is_common and not self.is_published:
             with suppress(BaseException):
                 self._fail(error)
 
@@ -124,29 +134,42 @@ class SavingRanks(Watch):
         self._set("verdict", what)
         return True
 
-    def is_hidden(self) -> bool:
-        """Whether it is sure that the new checkpoint does not become visible. This rank has given up."""
-        try:
-            if self.decide(GIVE_UP):
-                return True
-            if self._last_word("verdict") == GIVE_UP:
-                return True
-            return self._last_word("outcome/0") == HIDDEN
-        except PenstockError:  # the store is gone: nobody knows
-            return False
+    def fate(self, limit: float = math.inf) -> bytes:
+        """What becomes of the new checkpoint, now that this rank gives up: HIDDEN only if that is sure. Asks once.
 
-    def is_published(self) -> bool:
-        """True if rank 0 has said that the new checkpoint is visible."""
-        try:
-            return self._last_word("outcome/0") == VISIBLE
-        except PenstockError:
-            return False
+        Once rank 0 publishes, its word counts, and is waited for as long as rank 0 is neither gone nor stopped: others
+        may be gone meanwhile.
 
-    def _last_word(self, key: str) -> bytes:
-        limit = LAST_WORD if 0 in self.closed() else self._store.limit
-        key = self._prefix + key
-        there = self._store.wait([key], None, time.monotonic(), limit)
-        return self._store.get(key) if there else b""
+        Args:
+            limit: Seconds for which that word is waited for.
+        """
+        if self._fate is None:
+            self._fate = UNKNOWN
+            with suppress(PenstockError):  # the store is gone: nobody knows
+                self._fate = self._find_fate(limit)
+        return self._fate
+
+    def _find_fate(self, limit: float) -> bytes:
+        if self.decide(GIVE_UP):
+            return HIDDEN
+        verdict = self._last_word("verdict", self._store.limit)
+        if verdict == GIVE_UP:
+            return HIDDEN
+        self.is_published = verdict == PUBLISH
+        return self._last_word("outcome/0", limit) or UNKNOWN
+
+    def _last_word(self, key: str, limit: float) -> bytes:
+        """What a key says, also if some ranks have failed; nothing if rank 0 is gone, or after ``limit`` seconds."""
+        keys, begun = [self._prefix + key], time.monotonic()
+        while not self._store.wait(keys, None, begun, LOOK):
+            stopped = self.stopped()
+            if 0 in self.closed() or (stopped is not None and stopped.rank == 0):
+                if not self._store.wait(keys, None, time.monotonic(), LAST_WORD):
+                    return b""
+                break
+            if time.monotonic() - begun >= limit:
+                return b""
+        return self._store.get(keys[0])
 
 
 _apart: list[SavingRanks] = []

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -236,7 +237,6 @@ class _RankSave:
     ) -> None:
         try:
             if error is not None:
-                self._ranks.tell(error)  # first: to clear the place takes seconds
                 self._give_up(error)
         finally:
             self._end_messages()
@@ -511,25 +511,26 @@ class _RankSave:
             raise self._told()
         while not save.wait(self._pace):
             self._meter.update(*save.progress())
-            if ranks.give_up.is_set():
+            if ranks.give_up.is_set() and self._rank == 0:
                 save.close()
-                if not save.wait(0):
-                    raise CancelledError("the save was given up by its job before it was done")
+                if not save.wait(0):  # a call of it hangs
+                    left = "; the new checkpoint may be visible" * save.may_be_visible()
+                    raise CancelledError(f"the save was given up by its job before it was done{left}")
                 break  # it was done
         self._is_over = ranks.is_visible = True
         self._meter.update(*save.progress(), final=True)
-        ranks.say("outcome", VISIBLE)
-        if self._rank == 0:
-            with suppress(PeerError):  # it has its files, or it would not have come so far
+        with suppress(PeerError):  # all files are there, and the new checkpoint is visible: nothing can fail any more
+            ranks.say("outcome", VISIBLE)
+            if self._rank == 0:
                 ranks.all("outcome")
 
     def _outcome(self) -> bytes:
         """The word of rank 0 about what became of the save."""
         try:
             return self._ranks.first("outcome")
-        except CancelledError:
-            # Its job gives up. Rank 0 may have decided before, and then this save ends well
-            if self._ranks.is_hidden() or not self._ranks.is_published():
+        except PenstockError:
+            # Another rank is gone, or this one's job gives up. If rank 0 has decided before, this save ends as it says
+            if self._ranks.fate() != VISIBLE:
                 raise
             return VISIBLE
 
@@ -579,24 +580,23 @@ class _RankSave:
                 raise ChangedError(f"{path}: {why}; nothing of this save is visible", path=path)
 
     def _give_up(self, error: BaseException) -> None:
-        """This rank's files go, unless the new checkpoint may be visible."""
-        if self._save is None or self._is_over:
-            return
-        if self._rank == 0:
-            if self._is_decided:
-                self._save.close()
-                what = UNKNOWN if self._save.may_be_visible() else HIDDEN
+        """The others hear it. This rank's files go, unless the new checkpoint may be visible."""
+        ranks, save = self._ranks, self._save
+        if save is None or self._is_over or self._rank == 0 or not self._is_sealed:
+            ranks.tell(error)  # first: to clear the place takes seconds
+            if self._rank == 0 and save is not None and self._is_decided and not self._is_over:
+                save.close()
                 with suppress(PenstockError):
-                    self._ranks.say("outcome", what)
+                    ranks.say("outcome", UNKNOWN if save.may_be_visible() else HIDDEN)
             return
-        if not self._is_sealed:
-            return
-        hidden = False
+        fate = UNKNOWN
         try:
-            hidden = self._ranks.is_hidden()
+            # Rank 0 may publish, which takes as long as its storage takes. Who presses Ctrl-C waits a limited time
+            fate = ranks.fate(math.inf if isinstance(error, PenstockError) else ranks.limit)
+            ranks.tell(error)
         finally:
-            if not hidden:
-                self._save.approve()  # they stay
+            if fate != HIDDEN:
+                save.approve()  # they stay
                 if isinstance(error, PenstockError):
-                    files = ", ".join(self._save.files())
-                    error.message += f"; the new checkpoint may be visible, so these files stay: {files}"
+                    files, is_so = ", ".join(save.files()), "is" if fate == VISIBLE else "may be"
+                    error.message += f"; the new checkpoint {is_so} visible, so these files stay: {files}"
