@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import penstock
 import pytest
 import torch
+from penstock._save_thread import SaveHandle, SaveThread
 from s3_server import serving
 from safetensors.torch import load_file
 from test_into_dtensors import write_model
@@ -241,3 +246,129 @@ dist.destroy_process_group()
     assert said[0]["result"][0] == "CancelledError" and said[1]["result"][0] == "PeerError", said
     assert all("the new checkpoint may be visible" in one["result"][1] for one in said), said
     assert len(list((tmp_path / "to").iterdir())) == 3
+
+
+@pytest.mark.parametrize("clone", ["", "clone = fails"])
+def test_a_store_that_cannot_be_cloned_is_refused_before_anything_is_written(
+    placed: Callable[..., Any], model: Path, tmp_path: Path, clone: str
+) -> None:
+    """The thread would share the program's connection: a program that waits in the store would fail its own save."""
+    program = (
+        BEGIN
+        + f"""
+class Old:
+    def __init__(self, of):
+        self.of = of
+    set = lambda self, *more: self.of.set(*more)
+    get = lambda self, *more: self.of.get(*more)
+    add = lambda self, *more: self.of.add(*more)
+    check = lambda self, *more: self.of.check(*more)
+    def fails(self):
+        raise RuntimeError("no clones here")
+    {clone}
+state = {{f"b{{rank}}": torch.ones(1000)}}
+said["result"] = tried(lambda: saved(state, place, group=(Old(store), rank, size), wait=False))
+said["waits"] = tried(lambda: saved(state, place + ".waits", group=(Old(store), rank, size)))
+"""
+    )
+    with placed(program, 2, model, place=str(tmp_path / "to"), given_storage=None) as ranks:
+        said = ranks.all()
+    why = "no clones here" if clone else "from 2.8 on"
+    for one in said:
+        assert one["result"][0] == "InvalidError" and why in one["result"][1], said
+        assert "nothing was written. Save with wait=True" in one["result"][1]
+        assert one["waits"][0] is None, said
+    assert not (tmp_path / "to").exists()
+
+
+def test_the_store_may_take_as_long_as_the_peer_timeout_of_the_call(
+    placed: Callable[..., Any], model: Path, tmp_path: Path
+) -> None:
+    program = (
+        BEGIN
+        + """
+from penstock._save_meeting import SavingRanks
+def apart(self, *more, go_apart=SavingRanks.go_apart):
+    said["limit"] = self._store.limit
+    go_apart(self, *more)
+SavingRanks.go_apart = apart
+saved({f"b{rank}": torch.ones(9)}, place, group=group, wait=False, options={"peer_timeout": 77}).result()
+"""
+    )
+    with placed(program, 2, model, place=str(tmp_path / "to"), given_storage=None) as ranks:
+        assert [one["limit"] for one in ranks.all()] == [77, 77]
+
+
+def test_an_error_of_the_thread_that_nobody_expects_is_a_bug_with_its_cause(
+    placed: Callable[..., Any], model: Path, tmp_path: Path
+) -> None:
+    program = (
+        BEGIN
+        + """
+from penstock._save_meeting import SavingRanks
+def fails(self, what):
+    raise ZeroDivisionError("nobody expects it")
+SavingRanks.decide = fails
+job = saved({f"b{rank}": torch.ones(9)}, place, group=group, wait=False)
+if rank == 0:
+    while not job.done():
+        time.sleep(0.005)
+    job.close()
+    try:
+        job.result()
+    except penstock.InternalError as error:
+        said["cause"] = repr(error.__cause__)
+said["result"] = tried(job.result)
+"""
+    )
+    with placed(program, 2, model, place=str(tmp_path / "to"), given_storage=None) as ranks:
+        said = ranks.all()
+    assert said[0]["result"][0] == "InternalError" and "nobody expects it" in said[0]["result"][1], said
+    assert said[0]["cause"] == "ZeroDivisionError('nobody expects it')"
+    assert not list((tmp_path / "to").glob("*.json"))
+
+
+def test_copied_waits_no_longer_than_its_timeout_for_a_thread_that_clears() -> None:
+    cleared = threading.Event()
+
+    def clears() -> None:
+        cleared.wait()
+        raise penstock.WriteError("on purpose")
+
+    def failed(timeout: float | None) -> bool:
+        raise penstock.CancelledError("the save was given up")
+
+    thread = SaveThread(clears, ExitStack(), threading.Event())
+    thread.start()
+    handle = SaveHandle(SimpleNamespace(copied=failed), thread, [], True)  # type: ignore[arg-type]
+    try:
+        assert handle.copied(0.05) is False and handle.copied(0) is False
+    finally:
+        cleared.set()
+    with pytest.raises(penstock.WriteError, match="on purpose"):
+        handle.copied()
+
+
+def test_ctrl_c_when_the_thread_has_just_started_ends_the_save(
+    placed: Callable[..., Any], model: Path, bucket: Uploads
+) -> None:
+    program = (
+        BEGIN
+        + """
+import threading
+from penstock._save_thread import SaveThread
+def interrupted(self, start=SaveThread.start):
+    start(self)
+    time.sleep(0.1)
+    raise KeyboardInterrupt
+if rank == 0:
+    SaveThread.start = interrupted
+said["result"] = tried(lambda: saved(made, place, group=line, wait=False).result())
+said["left"] = [one.name for one in threading.enumerate() if one.name == "penstock-save-ranks"]
+"""
+    )
+    bucket.delay = 0.5
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+        said = ranks.all()
+    assert [one["result"][0] for one in said] == ["KeyboardInterrupt", "PeerError"], said
+    assert not said[0]["left"] and not bucket.objects and not bucket.under_way

@@ -12,6 +12,7 @@ import penstock
 import pytest
 import torch
 from conftest import raw
+from ordeal import load_factor
 from ranks_together import until
 from s3_server import error, serving
 from safetensors.torch import load_file
@@ -199,7 +200,7 @@ else:
         told = ranks.folder / f"told.{rank}"
 
         def until_told(method: str, key: str, query: dict[str, str]) -> None:
-            limit = time.monotonic() + 60
+            limit = time.monotonic() + 60 * load_factor()
             while "partNumber" in query and not told.exists() and time.monotonic() < limit:
                 time.sleep(0.005)
 
@@ -207,7 +208,7 @@ else:
         said = ranks.all()
     other = said[1 - rank]
     kind, text, of, seconds = other["result"]
-    assert (kind, of) == ("PeerError", rank) and f"rank {rank}" in text and seconds < 20, other
+    assert (kind, of) == ("PeerError", rank) and f"rank {rank}" in text and seconds < 20 * load_factor(), other
     assert "cannot save: CancelledError" in text and other["again"][:3] == other["result"][:3]
     if how != "drop":
         assert said[rank]["again"][0] == "CancelledError" and "before it was done" in said[rank]["again"][1]
@@ -306,7 +307,7 @@ said["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 write(folder, f"blocks.{rank}")
 if rank == 0:
     store.wait(["over"])  # until rank 1 has its files, which takes the thread of this rank
-said["result"] = tried(lambda: job.result(60))
+said["result"] = tried(lambda: job.result(limit))
 if rank == 1:
     store.set("over", "")
 dist.barrier()
@@ -314,7 +315,7 @@ dist.destroy_process_group()
 """
     )
     held = bucket.hold_parts()
-    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket)) as ranks:
+    with placed(program, 2, model, place=PLACE, given_storage=settings(bucket), limit=60 * load_factor()) as ranks:
         ranks.held("blocks")
         held.set()
         said = ranks.all()

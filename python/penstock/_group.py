@@ -440,6 +440,7 @@ class Watch(Rendezvous):
 
         ``means``: their checkpoint and its identity; what they do, in words and as compared; a number with bits.
         """
+        self._store.limit = min(options.peer_timeout, options.join_timeout)
         deadline = time.monotonic() + options.join_timeout
         _running.watches(self, f"rank {self._rank} of {self._size} ranks that load together, which watches the others")
         address, token = _address(self._store, options), os.urandom(16)

@@ -22,7 +22,10 @@ def copy_of(error: Exception) -> Exception:
     try:
         with importing():
             from copy import copy
-        return copy(error)
+        found = copy(error)
+        if error.__cause__ is not None and error.__cause__.__traceback__ is None:  # one that holds no frames
+            found.__cause__ = error.__cause__
+        return found
     except Exception:  # one whose arguments are not those that it is made of
         return error
 

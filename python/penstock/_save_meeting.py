@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from . import _running
-from ._errors import CancelledError, PeerError, PenstockError, PlanMismatchError
+from ._errors import CancelledError, InvalidError, PeerError, PenstockError, PlanMismatchError
 from ._group import Watch
+from ._group_store import Store
 from ._patience import LOOK
 
 #: Seconds for which a rank waits for the last word of a rank that is gone.
@@ -37,6 +38,7 @@ class SavingRanks(Watch):
     def __init__(self, group: Any) -> None:
         super().__init__(group)
         self._shared, self._owner = self._member.store, os.getpid()
+        self._own: Store | None = None
         self._fate: bytes | None = None
         self.give_up = threading.Event()
         """Set when the job of this save was cancelled or dropped."""
@@ -56,18 +58,30 @@ class SavingRanks(Watch):
         """True if this rank does nothing more of this save."""
         return self.over.is_set()
 
-    def go_apart(self, target: _running.Target) -> None:
-        """From now on a thread of ours asks the store, beside the program: it needs a connection of its own. `joined`
-        may end before.
+    def connect(self) -> None:
+        """Makes the connection to the store that a thread of ours has for itself: the program may block its own.
+
+        Raises:
+            InvalidError: the store cannot be cloned.
         """
-        self._watches = [self]
         clone = getattr(self._shared, "clone", None)
+        why = "it has no clone(), which those of torch have from 2.8 on"
         if clone is not None:
             try:
-                self._store.store = self._member.store = self._store.ask(clone)
-            except PeerError:  # not every store can be cloned
+                self._own = self._store.ask(clone, "cannot be cloned")
+            except PeerError as error:
                 if self._store.stalled:
                     raise
+                why = error.message
+        if self._own is None:
+            needs = "a save in the background needs a connection to the store for itself"
+            raise InvalidError(f"group: {needs}: {why}; nothing was written. Save with wait=True")
+
+    def go_apart(self, target: _running.Target) -> None:
+        """From now on a thread of ours asks the store, beside the program. `joined` may end before."""
+        assert self._own is not None
+        self._watches = [self]
+        self._store.store = self._member.store = self._own
         _apart.append(self)
         _running.saves_to(self, target, of_ranks=True)
 
@@ -77,6 +91,7 @@ class SavingRanks(Watch):
             _apart.remove(self)
         self._watches = []
         self._store.store = self._member.store = self._shared
+        self._own = None
         self.over.set()
 
     def _go_on(self) -> bool:

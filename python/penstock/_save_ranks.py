@@ -170,6 +170,7 @@ def start(ask: Ask, group: Any, snapshot: bool) -> SaveJob:
             request, tensors = ask()
             seen = observe("save", request.shown).begin()
             try:
+                ranks.connect()
                 options, local = _met(ranks, request, tensors)
                 share = _RankSave(request, options, local, ranks, group, Meter(False, "save"), snapshot=snapshot)
                 leaving.enter_context(share)
@@ -187,12 +188,16 @@ def _finished_apart(share: _RankSave, ranks: SavingRanks, leaving: ExitStack) ->
     core, files, reads = share.core, share.files, share.reads_tensors
     handed = leaving.pop_all()
     thread = SaveThread(share.finish, handed, ranks.give_up)
+    handle = SaveHandle(core, thread, files, reads)
     try:
         thread.start()
-    except BaseException:
-        leaving.push(handed)
+    except BaseException:  # Ctrl-C, too: the thread may run by now
+        if thread.withdraw():
+            leaving.push(handed)
+        else:
+            handle.close()
         raise
-    return SaveHandle(core, thread, files, reads)
+    return handle
 
 
 class _RankSave:

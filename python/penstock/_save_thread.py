@@ -32,7 +32,7 @@ class SaveThread:
     """
 
     def __init__(self, finish: Callable[[], object], leaving: ExitStack, give_up: threading.Event) -> None:
-        self._work: tuple[Callable[[], object], ExitStack] | None = (finish, leaving)
+        self._work = [(finish, leaving)]
         self.give_up = give_up
         self.over = threading.Event()
         self.error: Exception | None = None
@@ -49,17 +49,28 @@ class SaveThread:
         except RuntimeError as error:
             raise LimitError(f"cannot start the thread that ends the save: {error}") from error
 
+    def withdraw(self) -> bool:
+        """Takes the work back, after a start that failed or was interrupted. False if the thread has begun it."""
+        try:
+            self._work.pop()
+        except IndexError:
+            return False
+        self.over.set()
+        return True
+
     def _run(self) -> None:
-        assert self._work is not None
-        finish, leaving = self._work
-        self._work = None
+        try:
+            finish, leaving = self._work.pop()
+        except IndexError:
+            return  # it was withdrawn
         try:
             with kept_asker(), leaving:
                 finish()
-        except Exception as error:
+        except PenstockError as error:
             self.error = copy_of(error)  # not itself: it has the frames of its thread, and every object in them
         except BaseException as error:
-            self.error = InternalError(f"the thread that ends the save has ended: {error!r}; please report this")
+            self.error = InternalError(f"the thread that ends the save has failed: {error!r}; please report this")
+            self.error.__cause__ = copy_of(error) if isinstance(error, Exception) else None
         finally:
             del finish, leaving
             self.over.set()
@@ -85,7 +96,7 @@ class SaveHandle:
 
     Args:
         core: The save of this rank's files.
-        thread: The thread that brings it to its end, which runs.
+        thread: The thread that brings it to its end.
         files: The names of the files of all ranks.
         reads_tensors: False if no byte is read from the caller's tensors any more.
     """
@@ -108,11 +119,14 @@ class SaveHandle:
         """Waits until the tensors may change; False if ``timeout`` (seconds) passed first. Raises the error."""
         if not self._reads_tensors:
             return True
+        begun = time.monotonic()
         try:
             return self._core.copied(timeout)
         except PenstockError as error:
             failed = error
-        self._thread.wait()  # it knows why: another rank, or a server
+        # The thread knows why: another rank, or a server. What it has to clear may take seconds
+        if not self._thread.wait(None if timeout is None else timeout - (time.monotonic() - begun)):
+            return False
         self._thread.raise_error()
         raise failed
 
