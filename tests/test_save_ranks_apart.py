@@ -16,6 +16,7 @@ import penstock
 import pytest
 import torch
 from penstock._save_thread import SaveHandle, SaveThread
+from penstock._saving import Room, lack_of_room
 from s3_server import serving
 from safetensors.torch import load_file
 from test_into_dtensors import write_model
@@ -356,6 +357,7 @@ def test_ctrl_c_when_the_thread_has_just_started_ends_the_save(
         BEGIN
         + """
 import threading
+from penstock._saving import Room, lack_of_room
 from penstock._save_thread import SaveThread
 def interrupted(self, start=SaveThread.start):
     start(self)
@@ -372,3 +374,54 @@ said["left"] = [one.name for one in threading.enumerate() if one.name == "pensto
         said = ranks.all()
     assert [one["result"][0] for one in said] == ["KeyboardInterrupt", "PeerError"], said
     assert not said[0]["left"] and not bucket.objects and not bucket.under_way
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_ranks_that_have_room_each_and_not_together_are_refused_on_all_ranks(
+    placed: Callable[..., Any], model: Path, tmp_path: Path, snapshot: bool
+) -> None:
+    """Each of two ranks keeps 4 MB: gathered parts, or a snapshot. There is room for 6."""
+    program = (
+        BEGIN
+        + """
+from penstock import _saving
+class Full:
+    def __getattr__(self, name):
+        return getattr(core, name)
+    def probe(self, path):
+        return {"memory_available": room}
+core, _saving._core = _saving._core, Full()
+mesh = init_device_mesh("cpu", (size,))
+whole = torch.ones(1000, 1000)
+state = {f"w{i}": distribute_tensor(whole, mesh, [S(0)], src_data_rank=None) for i in range(2)}
+if snapshot:
+    state = {f"w{rank}": whole}
+def tries():
+    return saved(state, place, group=mesh, wait=False, snapshot=snapshot).result()
+room = 6_000_000
+said["full"] = tried(tries)
+room = 9_000_000
+said["fits"] = tried(tries)
+dist.barrier()
+dist.destroy_process_group()
+"""
+    )
+    place = tmp_path / "to"
+    with placed(program, 2, model, place=str(place), snapshot=snapshot, given_storage=None) as ranks:
+        said = ranks.all()
+    for one in said:
+        assert one["full"][0] == "OutOfMemoryError", said
+        assert "rank 0, 1 together: 8000000 bytes" in one["full"][1] and "6000000 are available" in one["full"][1]
+        assert one["fits"][0] is None, said
+    assert len(list(place.iterdir())) == 3
+
+
+def test_room_is_counted_for_each_machine_and_each_control_group() -> None:
+    here = [Room("a", "pod 1", 100, 60), Room("a", "pod 1", 100, 61), Room("a", "pod 2", 99, 99)]
+    there = [Room("b", "pod 1", 1000, 1000)]
+    assert lack_of_room([30, 30, 39, 1000], here + there) == ""
+    assert "rank 0, 1 together: 61 bytes of memory of one machine, and 60" in lack_of_room([31, 30, 0, 0], here + there)
+    assert "rank 0, 1, 2 together: 100 bytes" in lack_of_room([30, 30, 40, 0], here + there)
+    assert "rank 3 together: 1001 bytes" in lack_of_room([0, 0, 0, 1001], here + there)
+    assert lack_of_room([0, 0], [Room("a", "pod", 0, 0)] * 2) == ""
+    assert lack_of_room([30, 30], [Room("a", "", 60, 60)] * 2) == ""

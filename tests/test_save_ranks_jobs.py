@@ -343,8 +343,10 @@ said["shown"] = tried(lambda: saved(made, place, group=line, wait=False, progres
 class Full:
     def __getattr__(self, name):
         return getattr(core, name)
+    asked = 0
     def probe(self, path):
-        return {"memory_available": 100}
+        self.asked += 1  # the first answer is told to rank 0
+        return core.probe(path) if self.asked == 1 else {"memory_available": 100}
 core = _saving._core
 if rank == 1:
     _saving._core = Full()

@@ -421,6 +421,11 @@ class Watch(Rendezvous):
     """The lookout, which notices a rank that was stopped."""
     _hosts: Sequence[str] = ()
 
+    @property
+    def machine(self) -> str:
+        """The machine of this rank: the same for two ranks only where one kernel runs them."""
+        return _machine()
+
     def settle(self, core: _core.Checkpoint, options: Options, meant: str, described: str, mine: int = 0) -> int:
         """Compares what all ranks mean. ``described`` says in an error what ``meant`` stands for.
 

@@ -35,6 +35,7 @@ from ._errors import (
     ChangedError,
     InvalidError,
     NotFoundError,
+    OutOfMemoryError,
     PeerError,
     PenstockError,
     PlanMismatchError,
@@ -52,7 +53,7 @@ from ._save_job import SaveJob
 from ._save_meeting import HIDDEN, LAST_WORD, PUBLISH, UNKNOWN, VISIBLE, SavingRanks, meeting
 from ._save_parts import Had, Owned, Piece, Plan, nbytes_of, planned, sent_kinds, sequence
 from ._save_thread import SaveHandle, SaveThread
-from ._saving import SaveRequest, begin, check_room, report_of, supply, target_of
+from ._saving import Room, SaveRequest, begin, check_room, lack_of_room, report_of, supply, target_of
 
 #: Seconds for which rank 0 waits until it sees the files of other ranks: some network file systems show them late.
 _SHOWN = 10.0
@@ -298,29 +299,38 @@ class _RankSave:
         """The plan of all ranks. This rank's save has begun."""
         # Also one of another group: rank 0 begins when all have said what they have
         _running.await_saves_to(target_of(self._request, self._options), self._ranks.look)
-        has = [self._arguments(), [one.had for one in self._local.values() if one.had is not None]]
+        known = [one for one in self._local.values() if one.had is not None]
+        # They take memory until they are written, as those that are gathered
+        late = [number for number, one in enumerate(known) if self._snapshot or one.described.address is None]
+        has = [self._arguments(), [one.had for one in known], late, Room.found(self._ranks.machine)]
         self._ranks.say("has", zlib.compress(json.dumps(has).encode(), 1))
         if self._rank == 0:
             try:
-                plan = self._planned([json.loads(zlib.decompress(one)) for one in self._ranks.all("has")])
+                found = [json.loads(zlib.decompress(one)) for one in self._ranks.all("has")]
+                plan = self._planned(found)
             except PlanMismatchError as error:
                 self._say_plan({"mismatch": [error.message, error.ranks, error.tensor]})
                 raise
             if why := why_unsendable(self._group, 0, self._ranks.size, sent_kinds(plan)):
                 self._say_plan({"unsendable": why})
                 raise self._unsendable(why)
+            if self._is_job and (why := self._lack_of_room(plan, found)):
+                self._say_plan({"full": why})
+                raise self._full(why)
             self._tag = new_tag()
             self._begin(plan)  # before the others: it lists what is there
             self._ranks.is_planned = True
             self._say_plan({"plan": plan, "tag": self._tag})
             return plan
-        found = json.loads(zlib.decompress(self._ranks.first("plan")))
-        if "mismatch" in found:
-            message, odd, tensor = found["mismatch"]
+        told = json.loads(zlib.decompress(self._ranks.first("plan")))
+        if "mismatch" in told:
+            message, odd, tensor = told["mismatch"]
             raise PlanMismatchError(message, ranks=odd, tensor=tensor)
-        if "unsendable" in found:
-            raise self._unsendable(found["unsendable"])
-        plan, self._tag = Plan.unpacked(found["plan"]), found["tag"]
+        if "unsendable" in told:
+            raise self._unsendable(told["unsendable"])
+        if "full" in told:
+            raise self._full(told["full"])
+        plan, self._tag = Plan.unpacked(told["plan"]), told["tag"]
         self._ranks.is_planned = True
         self._begin(plan)
         return plan
@@ -328,6 +338,20 @@ class _RankSave:
     def _unsendable(self, why: str) -> InvalidError:
         self._ranks.is_common = True
         return InvalidError(f"{why}; nothing was written")
+
+    def _full(self, why: str) -> OutOfMemoryError:
+        self._ranks.is_common = True
+        what = "a snapshot" if self._snapshot else "gathering and packing tensors before the call returns"
+        return OutOfMemoryError(f"{what} takes, of {why}; nothing was written")
+
+    def _lack_of_room(self, plan: Plan, found: Sequence[Any]) -> str:
+        """Why the ranks of a machine cannot keep what they write until it is written; "" if they can."""
+        late = [{listed[number][0] for number in numbers} for _, listed, numbers, _ in found]
+        kept = [0] * len(found)
+        for tensor in plan.tensors:
+            if tensor.is_gathered or tensor.name in late[tensor.owner]:
+                kept[tensor.owner] += tensor.nbytes
+        return lack_of_room(kept, [Room(*room) for *_, room in found])
 
     def _say_plan(self, what: Mapping[str, Any]) -> None:
         self._ranks.say("plan", zlib.compress(json.dumps(what).encode(), 1))
@@ -349,12 +373,14 @@ class _RankSave:
 
     def _planned(self, found: Sequence[Any]) -> Plan:
         first = found[0][0]
-        for rank, (arguments, _) in enumerate(found):
+        for rank, (arguments, *_) in enumerate(found):
             for name, value in arguments.items():
                 if value != first[name]:
                     text = f"rank {rank} saves with {name}={value!r}, and rank 0 with {first[name]!r}"
                     raise PlanMismatchError(f"{text}; nothing was written", ranks=[rank])
-        lists = [[Had(name, dtype, tuple(shape), *more) for name, dtype, shape, *more in listed] for _, listed in found]
+        lists = [
+            [Had(name, dtype, tuple(shape), *more) for name, dtype, shape, *more in listed] for _, listed, *_ in found
+        ]
         if not any(lists):
             raise PlanMismatchError("no rank has a tensor; nothing was written", ranks=list(range(len(lists))))
         tag, stem = os.urandom(4).hex(), self._request.name.removesuffix(_SUFFIX)
