@@ -150,7 +150,7 @@ class SavingRanks(Watch):
         return True
 
     def fate(self, limit: float = math.inf) -> bytes:
-        """What becomes of the new checkpoint, now that this rank gives up: HIDDEN only if that is sure. Asks once.
+        """The fate of the new checkpoint, now that this rank gives up: HIDDEN only if that is sure. Asks once.
 
         Once rank 0 publishes, its word counts, and is waited for as long as rank 0 is neither gone nor stopped: others
         may be gone meanwhile.
@@ -174,7 +174,7 @@ class SavingRanks(Watch):
         return self._last_word("outcome/0", limit) or UNKNOWN
 
     def _last_word(self, key: str, limit: float) -> bytes:
-        """What a key says, also if some ranks have failed; nothing if rank 0 is gone, or after ``limit`` seconds."""
+        """The value of a key, also if some ranks have failed; nothing if rank 0 is gone, or after ``limit`` seconds."""
         keys, begun = [self._prefix + key], time.monotonic()
         while not self._store.wait(keys, None, begun, LOOK):
             stopped = self.stopped()

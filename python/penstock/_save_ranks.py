@@ -232,7 +232,7 @@ class _RankSave:
         self._late: list[int] = []
         """Tensors that are not in memory yet, in the order in which they are written."""
         self._before: list[tuple[str, _Stamp | None]] = []
-        """What readers of the folder go by, as it was before this save."""
+        """The files that readers of the folder go by, as they were before this save."""
         self._is_sealed = self._is_decided = self._is_over = False
 
     def __enter__(self) -> _RankSave:
@@ -345,7 +345,7 @@ class _RankSave:
         return OutOfMemoryError(f"{what} takes, of {why}; nothing was written")
 
     def _lack_of_room(self, plan: Plan, found: Sequence[Any]) -> str:
-        """Why the ranks of a machine cannot keep what they write until it is written; "" if they can."""
+        """The reason why ranks of a machine cannot keep their bytes until they are written; "" if they can."""
         late = [{listed[number][0] for number in numbers} for _, listed, numbers, _ in found]
         kept = [0] * len(found)
         for tensor in plan.tensors:

@@ -158,7 +158,7 @@ class Room(NamedTuple):
 
 
 def lack_of_room(kept: Sequence[int], rooms: Sequence[Room]) -> str:
-    """Why ranks cannot keep so many bytes each; "" if they can. Each of them alone may have enough."""
+    """The reason why ranks cannot keep so many bytes each; "" if they can. Each of them alone may have enough."""
     shared: dict[tuple[str, str], list[int]] = {}
     for rank, room in enumerate(rooms):
         shared.setdefault((room.machine, ""), []).append(rank)
