@@ -288,7 +288,9 @@ CHECKS: dict[tuple[str, str], Callable[[Table], Any]] = {
         check_shown, benchmark="one_by_one", results=["two-core-vm-one-by-one"]
     ),
     ("vLLM's loaders, files in the page cache", "seconds"): partial(
-        check_shown, benchmark="engines", results=["two-core-vm-engines", "two-core-vm-engines-one-rank"]
+        check_shown,
+        benchmark="engines",
+        results=["two-core-vm-engines-llama", "two-core-vm-engines", "two-core-vm-engines-one-rank"],
     ),
     ("LoRA adapters", "contestant"): check_lora,
     ("MiniLM, 91 MB", "penstock"): partial(check_loads, result="two-core-vm", checkpoint="minilm"),

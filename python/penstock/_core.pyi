@@ -734,7 +734,7 @@ class FirstTouch:
 
         Returns the bytes of the pages that were looked at, 0 if there are no more, or they `are_slow`."""
     def turn_small(self, places: Sequence[int]) -> None:
-        """What is not touched yet in these places comes in small pages."""
+        """Has the pages of these places that nobody has touched come as small ones."""
     def end(self, places: Sequence[int]) -> None:
         """Says that all is written: the kernel may make huge pages of these places again."""
     @property

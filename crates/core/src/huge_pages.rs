@@ -139,7 +139,7 @@ impl FirstTouch {
         (*done - before) as u64
     }
 
-    /// What is not touched yet in these places comes in small pages.
+    /// Has the pages of these places that nobody has touched come as small ones.
     pub fn turn_small(&self, places: impl IntoIterator<Item = usize>) {
         self.advise(places, libc::MADV_NOHUGEPAGE);
     }
@@ -203,7 +203,7 @@ mod tests {
         memory
     }
 
-    /// Of a place that begins and ends within huge pages, and of one that has none.
+    /// Two places: one begins and ends within huge pages, the other has none.
     fn asked(memory: &Anonymous, times: PageTimes) -> FirstTouch {
         let at = memory.at() as usize;
         let places = vec![whole_pages(at + 100, 20 * HUGE), whole_pages(at, 100)];

@@ -34,7 +34,7 @@ class Parameters:
 
     Args:
         model: Their model.
-        page_timing: That of the options.
+        page_timing: The choice of the options.
         ask: Asks for huge pages.
     """
 

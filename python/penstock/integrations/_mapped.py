@@ -158,7 +158,7 @@ class Mapped:
 
     @property
     def page_timing(self) -> bool | None:
-        """That of its options."""
+        """The choice of its options."""
         return self._options.page_timing
 
     def sizes(self) -> dict[str, int]:
