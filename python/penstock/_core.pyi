@@ -17,6 +17,7 @@ __all__ = [
     "CacheFolder",
     "Checkpoint",
     "DiskCache",
+    "FirstTouch",
     "HubLayout",
     "Leased",
     "Load",
