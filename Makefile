@@ -45,7 +45,7 @@ ENGINES_PEERS := --optional "fastsafetensors>=0.5" --optional "runai-model-strea
 export PYO3_PYTHON := $(RUN)
 export CARGO_INCREMENTAL ?= 0
 
-.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-upload bench-quick bench-web bench-cache bench-nodes netbench versitygw peers wheel versions aarch64 deny clean
+.PHONY: help environment libraries develop programs built rust-programs demo test test-rust test-python test-whole test-busy lint lint-rust lint-types lint-python bench bench-summary bench-copied bench-one-by-one bench-save bench-upload bench-quick bench-web bench-cache bench-nodes netbench versitygw peers wheel versions aarch64 deny clean
 .PHONY: licences release release-root release-environment reproducible reproducible-root sdist-offline roots image workflows test-transformers-4 checks ranks loom asan tsan valgrind miri fuzz nfs netem power-loss power-loss-mutant drives msrv test-hardware gpu-kit engines engines-environment bench-engines replay test-servers runai-examples engines-versions nodes ray pod pod-v2 recipes
 
 help:
@@ -139,9 +139,10 @@ programs: environment
 	cargo build --release -p penstock-python -p netbench -p load --bin netbench --bin load
 	cargo build -p fakegpu
 
-# All that tests run. Cargo has a lock for each profile: what is for Rust's tests is built beside the extension.
+# All that tests run. Cargo has a lock for each profile: what is for Rust's tests is built beside the extension. It needs no Python,
+# so it begins while the environment is being installed.
 built: rust-programs develop programs
-rust-programs: environment
+rust-programs:
 	cargo test --no-run $(RUST_TESTED)
 
 # Every combination of parameters: tests/pairwise.py chooses some for `make test`.
@@ -152,7 +153,7 @@ test-whole:
 test-busy: develop libraries
 	$(RUN) tools/busy.py -- $(MAKE) test
 
-lint: lint-rust lint-python
+lint: lint-rust lint-types lint-python
 
 lint-rust: environment
 	cargo fmt --all --check
@@ -162,8 +163,11 @@ lint-rust: environment
 lint-python: develop
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(RUN) -m mypy.stubtest penstock._core
+
+# The extension has a stub: this needs no build.
+lint-types: environment $(FIRST)
+	$(VENV)/bin/mypy
 
 BENCH_OUTPUT := --json .bench/results.json --html .bench/results.html
 

@@ -15,8 +15,8 @@ from typing import Any
 import penstock
 import pytest
 import torch
+from penstock._save_room import Room, lack_of_room
 from penstock._save_thread import SaveHandle, SaveThread
-from penstock._saving import Room, lack_of_room
 from s3_server import serving
 from safetensors.torch import load_file
 from test_into_dtensors import write_model
@@ -357,7 +357,6 @@ def test_ctrl_c_when_the_thread_has_just_started_ends_the_save(
         BEGIN
         + """
 import threading
-from penstock._saving import Room, lack_of_room
 from penstock._save_thread import SaveThread
 def interrupted(self, start=SaveThread.start):
     start(self)
@@ -384,13 +383,14 @@ def test_ranks_that_have_room_each_and_not_together_are_refused_on_all_ranks(
     program = (
         BEGIN
         + """
-from penstock import _saving
+from penstock import _save_room, _saving
 class Full:
     def __getattr__(self, name):
         return getattr(core, name)
     def probe(self, path):
         return {"memory_available": room}
-core, _saving._core = _saving._core, Full()
+core = _saving._core
+_saving._core = _save_room._core = Full()
 mesh = init_device_mesh("cpu", (size,))
 whole = torch.ones(1000, 1000)
 state = {f"w{i}": distribute_tensor(whole, mesh, [S(0)], src_data_rank=None) for i in range(2)}

@@ -343,10 +343,8 @@ said["shown"] = tried(lambda: saved(made, place, group=line, wait=False, progres
 class Full:
     def __getattr__(self, name):
         return getattr(core, name)
-    asked = 0
     def probe(self, path):
-        self.asked += 1  # the first answer is told to rank 0
-        return core.probe(path) if self.asked == 1 else {"memory_available": 100}
+        return {"memory_available": 100}  # what rank 0 is told comes from `_save_room`
 core = _saving._core
 if rank == 1:
     _saving._core = Full()

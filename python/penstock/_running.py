@@ -17,13 +17,14 @@ from ._errors import PenstockError
 from ._framework import Adapter
 from ._late_imports import importing
 from ._paths import without_secrets
-from ._patience import LOOK
 from ._progress import INTERVAL, Meter
 from ._report import Report
 from ._request import Request
 
 K = TypeVar("K")
 V = TypeVar("V")
+#: Seconds between two looks at the saves that are waited for.
+_LOOK = 0.05
 
 
 class _Begun:
@@ -220,7 +221,7 @@ def await_saves_to(target: Target, go_on: Callable[[], object], *, only_of_ranks
         while (runs := save()) is not None and not runs.done():
             del runs
             go_on()
-            time.sleep(LOOK)
+            time.sleep(_LOOK)
 
 
 def watches(watch: object, what: str) -> None:

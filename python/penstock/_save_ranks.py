@@ -52,8 +52,9 @@ from ._report import Report
 from ._save_job import SaveJob
 from ._save_meeting import HIDDEN, LAST_WORD, PUBLISH, UNKNOWN, VISIBLE, SavingRanks, meeting
 from ._save_parts import Had, Owned, Piece, Plan, nbytes_of, planned, sent_kinds, sequence
+from ._save_room import Room, lack_of_room
 from ._save_thread import SaveHandle, SaveThread
-from ._saving import Room, SaveRequest, begin, check_room, lack_of_room, report_of, supply, target_of
+from ._saving import SaveRequest, begin, check_room, report_of, supply, target_of
 
 #: Seconds for which rank 0 waits until it sees the files of other ranks: some network file systems show them late.
 _SHOWN = 10.0
