@@ -1,4 +1,4 @@
-"""Parameters that an engine copies into for the first time have huge pages, where the system gives them to who asks."""
+"""Parameters that an engine copies into for the first time have huge pages, where the system gives them on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGE = SETTING.parent.parent / "hugepages-2048kB/enabled"
 
 
 def is_by_advice() -> bool:
-    """Whether this system gives huge pages to who asks, and only there."""
+    """True if this system gives huge pages only where a program asks for them."""
     chosen = [re.findall(r"\[(\w+)]", path.read_text()) for path in (SETTING, LARGE) if path.exists()]
     values = [value for [value] in chosen if value != "inherit"]
     return bool(values) and values[-1] == "madvise"
@@ -143,7 +143,7 @@ def test_memory_that_the_engine_has_replaced_is_left_alone():
     assert asked.ended == [[0, 2]]
 
 
-@pytest.mark.skipif(not is_by_advice(), reason="this system does not give huge pages to who asks, or gives them to all")
+@pytest.mark.skipif(not is_by_advice(), reason="this system gives huge pages everywhere, or nowhere")
 @pytest.mark.parametrize("fresh", [True, False])
 def test_an_engine_copies_into_huge_pages_the_first_time(write: Write, fresh: bool):
     tensors = [Tensor(f"layers.{number}.weight", "F32", (1024, 2048)) for number in range(2)]
@@ -169,7 +169,7 @@ def test_an_engine_copies_into_huge_pages_the_first_time(write: Write, fresh: bo
     assert [raw(parameter) for parameter in model.parameters()] == [raw(tensor) for tensor in expected.values()]
 
 
-@pytest.mark.skipif(is_by_advice(), reason="this system gives huge pages to who asks")
+@pytest.mark.skipif(is_by_advice(), reason="this system gives huge pages on request")
 def test_where_asking_is_of_no_use_nobody_asks():
     memory = mapping(4 * HUGE)
     assert _core.FirstTouch.ask([(memory.data_ptr(), memory.nbytes)]).nbytes == 0

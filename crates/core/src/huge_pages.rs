@@ -1,4 +1,4 @@
-//! Huge pages at the first touch of memory: where they are slow, small ones; and huge ones for memory of somebody else.
+//! Huge pages at the first touch of memory, ours and an engine's. Where they are slow, memory comes in small pages.
 //!
 //! In a virtual machine whose host takes back free memory, huge pages can cost 25 times as much as usual, and small ones do not
 //! (see `source/touch.rs`, which does the same for mapped files). So some are populated and timed. If these are slow, the rest
@@ -72,7 +72,7 @@ impl PageTimes {
         let before = time();
         // SAFETY: populating changes no byte of memory. What is not mapped, or of a device, is refused.
         if unsafe { libc::madvise(at.cast(), len, libc::MADV_POPULATE_WRITE) } != 0 {
-            // Before Linux 5.14, or no memory. Whoever writes there finds out.
+            // Linux before 5.14 refuses this call. So does one without memory: the write itself then meets that.
             self.skip = None;
             return false;
         }
@@ -93,9 +93,9 @@ fn clock_time() -> Duration {
 
 /// The first touch of memory that is not ours: an engine's parameters, before it copies into them.
 ///
-/// Small pages are most of the processor time of such a copy (88,000 faults for 360 MB took 0.13 s of 0.2 s). The system may be
-/// set to give huge ones to who asks. Nothing but advice is given, and no byte changes. Whoever calls knows which places are
-/// still there: populating pages of another mapping could take blocks of a disk.
+/// Small pages take most of the processor time of such a copy (88,000 faults for 360 MB took 0.13 s of 0.2 s). Many systems give
+/// huge pages only where a program asks for them. This asks, and changes no byte. The caller checks that a place still has the
+/// same memory: populating pages of another mapping could take blocks of a disk.
 pub struct FirstTouch {
     /// The whole huge pages of each place; empty if it has none.
     places: Vec<Range<usize>>,

@@ -1,7 +1,7 @@
 """The first touch of parameters that an engine copies into itself.
 
-They get huge pages, where the system gives them to who asks. The system zeroes each page at its first touch. In small
-pages that is most of the processor time of a copy from the page cache: 0.13 s of 0.2 s for 360 MB.
+The system zeroes each page at its first touch. In small pages this takes most of the processor time of a copy from the
+page cache: 0.13 s of 0.2 s for 360 MB. So this module asks for huge pages, where the system gives them on request.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Parameters:
         return 0 if self._core is None else self._core.nbytes
 
     def _is_there(self, place: int) -> bool:
-        """Whether the parameter still has this memory. The engine may have given it another."""
+        """True if the parameter still has this memory. The engine may have replaced it."""
         owner = self._owners[place]()
         return owner is not None and memory_of(owner) == self._places[place]
 

@@ -34,10 +34,10 @@ impl PartLimits {
 pub enum Precondition {
     /// None.
     Always,
-    /// There is no such object. A service that counts a removed object as one that is there is asked if it does so here, and then the
-    /// object is written without a condition ([`Uploaded::is_unguarded`]).
+    /// No object has this name. Some services refuse this after a removal too. Then their list of versions is read, and if it
+    /// shows the removal, the object is written without a condition ([`Uploaded::is_unguarded`]).
     Absent,
-    /// There is no such object, and whoever writes the same name gets an error: never without a condition.
+    /// No object has this name. This condition is never dropped: of two writers of one name the second gets an error.
     Unused,
     /// It has this version.
     Version(String),
@@ -69,7 +69,7 @@ pub struct Uploaded {
     pub is_checked: bool,
     /// True if the answer shows that the bucket keeps old versions.
     pub is_versioned: bool,
-    /// True if it was written without its condition, because the service counts an object that was removed as one that is there.
+    /// True if it was written without its condition, because the service refuses the condition after a removal too.
     pub is_unguarded: bool,
 }
 
@@ -78,7 +78,7 @@ pub struct Uploaded {
 pub struct ObjectState {
     /// Its ETag, or generation.
     pub version: String,
-    /// The lock that keeps this version from being deleted, in words. `None`: there is none, or these credentials may not see it.
+    /// The lock on this version, in words. `None`: the version has no lock, or these credentials may not see it.
     pub lock: Option<String>,
 }
 
@@ -145,8 +145,8 @@ pub trait Uploads: Send + Sync + Debug {
         Ok(self.version(at, watch)?.map(|version| ObjectState { version, lock: None }))
     }
 
-    /// The lock that keeps versions of this object from being deleted, in words: its own, or the one that its bucket gives to each new
-    /// object. `None`: there is none, or these credentials may not see it.
+    /// The lock on versions of this object, in words: its own, or the one that its bucket gives to each new object. `None`: neither has
+    /// one, or these credentials may not see it.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin): nobody knows.
@@ -185,8 +185,8 @@ pub trait Uploads: Send + Sync + Debug {
         Err(Error::new(ErrorKind::Unsupported, "uploads to this service have no names").at(at))
     }
 
-    /// True if the service may refuse [`Precondition::Unused`] for one of these names, none of which is there: it has had such an
-    /// object, and keeps versions.
+    /// True if the service may refuse [`Precondition::Unused`] for one of these names, although no object has it now: an object had it
+    /// before, and the service keeps versions.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin): nobody knows.
@@ -195,9 +195,8 @@ pub trait Uploads: Send + Sync + Debug {
         Ok(false)
     }
 
-    /// The answer to the question if the service keeps to conditions. `probe` is an object that is not there: a service that is not
-    /// known is asked to replace it, at once or by an upload in parts, which it must refuse. If it does not, the object is there, with
-    /// one byte at most: the caller removes it.
+    /// Asks an unknown service to replace `probe`, an object that does not exist: at once or by an upload in parts. A service that keeps
+    /// to conditions refuses this. One that ignores them makes the object, of one byte at most; the caller removes it.
     fn heeds_conditions(&self, probe: &Location, in_parts: bool, watch: &dyn UploadWatch) -> ConditionTrial {
         let _ = (probe, in_parts, watch);
         ConditionTrial::of(Ok(true))
