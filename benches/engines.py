@@ -300,15 +300,15 @@ def checked(bench: Bench, names: list[str]) -> dict[str, Turn]:
     """The first load of each contestant, untimed; ``error`` if it fails.
 
     Raises:
-        LoadFailed: the loader failed whose parameters are right.
+        LoadFailed: Penstock's loader failed, or the one whose parameters are right: nothing could be compared.
     """
     found: dict[str, Turn] = {}
     for name in [RIGHT, *(name for name in names if name != RIGHT)]:
         try:
             found[name] = bench.load(CONTESTANTS[name], State("warm", False), first=True)
         except LoadFailed as error:
-            if name == RIGHT:
-                raise
+            if name in (OURS, RIGHT):
+                raise LoadFailed(f"{name}: {error}") from error
             found[name] = {"error": str(error)}
     return found
 
