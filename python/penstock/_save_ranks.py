@@ -39,6 +39,7 @@ from ._errors import (
     PeerError,
     PenstockError,
     PlanMismatchError,
+    WriteError,
 )
 from ._events import observe
 from ._gathering import MessageError, Messages, Whole, check_unmarked, mark_failed, new_tag, packed, why_unsendable
@@ -598,8 +599,11 @@ class _RankSave:
                 try:
                     is_now = Path(path).stat()
                     stamps.append((path, (is_now.st_dev, is_now.st_ino, is_now.st_mtime_ns)))
-                except OSError:
+                except (FileNotFoundError, NotADirectoryError, PermissionError):  # the core says what is wrong
                     stamps.append((path, None))
+                except OSError as error:
+                    why = f"cannot look whether another program has written this file: {error.strerror}"
+                    raise WriteError(f"{path}: {why}; nothing is visible", path=path, errno=error.errno) from error
             return stamps
 
         return patiently(found, self._options.stall_timeout, folder)
