@@ -216,7 +216,8 @@ impl CacheFolder {
             OpenedEntry::Leftover(why) => why,
             OpenedEntry::Nothing => "it has no map".to_owned(),
         };
-        if !self.remove(&folder, &id)? {
+        // Whoever looks for it has it open for a moment.
+        if retried(|| Ok::<_, Error>(self.remove(&folder, &id)?.then_some(())))?.is_none() {
             return Err(refused(&format!("{why}, and another process has it open")).at(path()));
         }
         let (address, version) = (key.shown.clone(), version.to_owned());

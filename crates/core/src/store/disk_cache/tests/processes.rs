@@ -2,10 +2,13 @@
 
 use super::*;
 use crate::store::disk_cache::cached_file::CachedFile;
+use crate::store::disk_cache::folder::MARKER;
 use crate::store::disk_cache::inbox::{CacheNews, CachedFiles};
+use crate::store::disk_cache::key::{lock_byte, object_id};
+use crate::store::disk_cache::lock::held;
 use crate::store::disk_cache::look::alive;
 use crate::store::disk_cache::on_demand::while_locked;
-use crate::store::disk_cache::open_locks::while_listed;
+use crate::store::disk_cache::open_locks::{while_listed, OpenLocks};
 use crate::store::location::Location;
 use crate::store::object::Object;
 use crate::store::version::Version;
@@ -514,6 +517,24 @@ fn processes_that_start_at_once_make_one_cache() {
         }
         CacheFolder::open(&settings(&root)).unwrap().entries().unwrap();
     }
+}
+
+#[test]
+fn an_entry_is_made_beside_one_who_looks_for_it() {
+    let (_folder, cache) = cache();
+    // As another process does that looks for it at this moment, until the entry is being made.
+    let marker = || std::fs::File::open(cache.path().join(MARKER)).unwrap();
+    let id = object_id(&key("model").hash, "v", SIZE);
+    let looks = OpenLocks::new(marker()).hold(&id).unwrap().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (marker, byte) = (marker(), lock_byte(&id));
+            until(|| held(&marker, byte..byte + 1).unwrap().is_some());
+            std::thread::sleep(Duration::from_millis(20));
+            drop(looks);
+        });
+        cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+    });
 }
 
 #[test]
