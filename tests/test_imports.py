@@ -112,6 +112,12 @@ def test_no_file_of_a_crate_is_in_a_circle(crate: str):
     assert told(found) == ""
 
 
+def test_what_stands_for_a_module_in_loom_stands_at_that_module():
+    text = (CRATES / "core/src/lib.rs").read_text()
+    found = re.findall(r'cfg_attr\(loom, path = "(\w+)/model\.rs"\)\]\s+(?:pub )?mod (\w+);', text)
+    assert found == [("wake", "wake")]
+
+
 #: The floors of the core, from the ground: files and folders of `src`. Those of one floor may use each other.
 FLOORS = [
     [

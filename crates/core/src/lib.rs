@@ -114,8 +114,8 @@ pub mod threads;
 #[cfg(not(debug_assertions))]
 mod threads;
 mod timeline;
-#[cfg_attr(loom, path = "wake/model.rs")]
 mod timer;
+#[cfg_attr(loom, path = "wake/model.rs")]
 pub mod wake;
 pub mod way;
 
