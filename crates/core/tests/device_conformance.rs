@@ -302,7 +302,6 @@ fn a_forked_child_is_told<K: Kind>(kind: &K) {
     let memory = Arc::new(memory);
     let mut device = kind.device();
     device.copy(whole_slab(0, &slab, base, &Arc::default(), memory.clone())).unwrap();
-    collect(&mut *device, 1);
     // SAFETY: the child only calls into the device and leaves by _exit.
     match unsafe { libc::fork() } {
         0 => {
@@ -320,6 +319,7 @@ fn a_forked_child_is_told<K: Kind>(kind: &K) {
             // SAFETY: our own child.
             unsafe { libc::waitpid(child, &mut status, 0) };
             assert_eq!(status, 0, "the child's wait status");
+            collect(&mut *device, 1);
             drop((device, memory, slab));
             kind.check();
         }
