@@ -60,6 +60,8 @@ class Bucket:
 
     def __init__(self, objects: dict[str, bytes], region: str = "us-east-1") -> None:
         self.objects = objects
+        #: The tag of each object that was asked for, and the bytes that it is of: many requests ask for one object.
+        self._tags: dict[str, tuple[bytes, str]] = {}
         self.region = region
         #: (target, access key) of each request for the bucket
         self.asked: list[tuple[str, str | None]] = []
@@ -124,11 +126,20 @@ class Bucket:
                 return error(400, "AuthorizationHeaderMalformed", f"the region is wrong; expecting {self.region}", more)
         return None
 
+    def tag(self, key: str, content: bytes | None = None) -> str:
+        """The tag of an object, or of these bytes of it, as S3 makes it of one that was put whole."""
+        content = self.objects[key] if content is None else content
+        known = self._tags.get(key)
+        if known is None or known[0] is not content:
+            known = content, f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
+            self._tags[key] = known
+        return known[1]
+
     def content(self, key: str, fields: Mapping[str, str]) -> Answer:
         content = self.objects.get(key)
         if content is None:
             return error(404, "NoSuchKey", "The specified key does not exist.")
-        tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
+        tag = self.tag(key, content)
         if fields.get("if-match", tag) != tag:
             return error(412, "PreconditionFailed", "At least one of the preconditions did not hold")
         first, last = map(int, fields["range"].removeprefix("bytes=").split("-"))
