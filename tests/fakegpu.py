@@ -8,6 +8,7 @@ where it matters: memory that is freed is handed out again at once, while work o
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import gc
 import math
@@ -189,6 +190,8 @@ class Pool:
     def __init__(self, fake: FakeGpu, stream: int, device: int = 0) -> None:
         self._fake, self._stream, self._device = fake, stream, device
         self._memory: dict[int, mmap.mmap] = {}
+        #: Their addresses, ascending: thousands of tensors are asked where they are.
+        self._addresses: list[int] = []
         self._free: dict[int, list[int]] = {}
         self.limit = 1 << 40
         self.live = self.peak = self.reused = 0
@@ -210,6 +213,7 @@ class Pool:
             memory = mmap.mmap(-1, size)
             address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
             self._memory[address] = memory
+            bisect.insort(self._addresses, address)
             self._fake.control("adopt", address, size, self._device)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -225,12 +229,17 @@ class Pool:
         self._free.setdefault(size, []).append(address)
 
     def contains(self, address: int) -> bool:
-        return any(start <= address < start + len(memory) for start, memory in self._memory.items())
+        at = bisect.bisect_right(self._addresses, address)
+        if at == 0:
+            return False
+        start = self._addresses[at - 1]
+        return address < start + len(self._memory[start])
 
     def close(self) -> None:
         for address in self._memory:
             self._fake.control("disown", address)
         self._memory.clear()
+        self._addresses.clear()
         self._free.clear()
 
 
