@@ -377,7 +377,7 @@ def test_links_lead_somewhere(page):
 def test_the_tests_that_hold_the_invariants_exist():
     held = section("docs/architecture.md", "Invariants, and the tests that hold them")
     paths = [*ROOT.glob("crates/**/*.rs"), *ROOT.glob("crates/**/simulator/*.txt"), *ROOT.glob("tests/*.py")]
-    sources = "".join(path.read_text() for path in paths)
+    names = set(re.findall(r"\w+", "\n".join(path.read_text() for path in paths)))
     for word in re.findall(r"`([^`]+)`", held):
         if "*" in word:
             continue
@@ -387,7 +387,7 @@ def test_the_tests_that_hold_the_invariants_exist():
                 for folder in (ROOT, ROOT / "tests", ROOT / "crates/core", ROOT / "crates/core/src")
             ), word
         elif re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)+|[A-Z]\w+", word):
-            assert re.search(rf"\b{word}\b", sources), word
+            assert word in names, word
 
 
 def test_every_module_is_in_the_tree():
