@@ -423,10 +423,9 @@ def qwen3_moe(nbytes: float = 3e9, shards: int = 4, dtype: str = "BF16") -> Layo
         found.append(Tensor("model.norm.weight", dtype, (width,)))
         return found
 
-    width = 2048
-    while width > 16 and sum(tensor.nbytes for tensor in tensors(width)) > nbytes:
-        width -= 16
-    return Layout("qwen3_moe", _shard(tensors(width), shards))
+    widths = range(16, 2048 + 1, 16)
+    fitting = bisect.bisect_right(widths, nbytes, key=lambda width: sum(tensor.nbytes for tensor in tensors(width)))
+    return Layout("qwen3_moe", _shard(tensors(widths[max(fitting - 1, 0)]), shards))
 
 
 def many_tensors(layers: int = 60, experts: int = 512, shards: int = 11) -> Layout:
