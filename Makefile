@@ -163,7 +163,7 @@ lint-rust: environment
 lint-python: develop
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(RUN) -m mypy.stubtest penstock._core
+	$(RUN) -m mypy.stubtest --mypy-config-file tools/stubtest.ini penstock._core
 
 # The extension has a stub: this needs no build.
 lint-types: environment $(FIRST)
