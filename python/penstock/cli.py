@@ -843,11 +843,11 @@ def _synth(args: argparse.Namespace) -> None:
     if args.list:
         listed: list[dict[str, Any]] = []
         for name in layouts.MODELS:
-            layout = layouts.build(name)
-            tensors = len(layout.tensors)
-            repository = layouts.model(name).repository
-            about = {"files": len(layout.shards), "tensors": tensors, "nbytes": layout.nbytes}
-            listed.append({"name": name, "repository": repository, **about})
+            model = layouts.model(name)
+            files = model.split(model.blocks)
+            sizes = [tensor.nbytes for file in files for tensor in file]
+            about = {"files": len(files), "tensors": len(sizes), "nbytes": sum(sizes)}
+            listed.append({"name": name, "repository": model.repository, **about})
         head = ["name", "of", "files", "tensors", "bytes"]
         rows = [[m["name"], m["repository"], str(m["files"]), f"{m['tensors']:,}", f"{m['nbytes']:,}"] for m in listed]
         _print(args, {"layouts": listed}, table([head, *rows], right=(2, 3, 4)))
