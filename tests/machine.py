@@ -15,6 +15,7 @@ A whole run on a machine that was quiet before it fails where more than 1% of al
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from types import CodeType
@@ -40,6 +41,12 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+@functools.cache  # of a few thousand functions, for every combination of parameters
+def _names_one(code: CodeType) -> bool:
+    """True if a function names one of `OBSERVERS`."""
+    return not OBSERVERS.isdisjoint(_names(code))
+
+
 def _observes(item: Any) -> bool:
     functions = [item.obj] if isinstance(item, pytest.Function) else []
     fixtures = getattr(item, "_fixtureinfo", None)
@@ -47,7 +54,7 @@ def _observes(item: Any) -> bool:
         # What every test has, from conftest.py, says nothing of this one
         functions += [d.func for d in definitions if d.scope == "function" and d.func.__module__ != "conftest"]
     codes = (getattr(function, "__code__", None) for function in functions)
-    return any(not OBSERVERS.isdisjoint(_names(code)) for code in codes if code is not None)
+    return any(_names_one(code) for code in codes if code is not None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m machine` selects
