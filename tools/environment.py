@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 import venv
@@ -43,16 +44,23 @@ def has_torch(python: Path) -> bool:
 
 
 def pip_install(python: Path, requirements: list[str]) -> None:
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *requirements]
+    # Of thousands of files few are ever imported: torch and what it needs would take half a minute
+    flags = ["--disable-pip-version-check", "--quiet", "--no-compile"]
     print("installing:", " ".join(requirements), flush=True)
-    subprocess.run(command, check=True)
+    subprocess.run([str(python), "-m", "pip", "install", *flags, *requirements], check=True)
+
+
+def compile_torch(python: Path) -> None:
+    """Keeps the modules compiled that come with torch: a program that may not write them would compile them each time."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # Where it cannot be imported, that is for those to say who need it
+    subprocess.run([str(python), "-c", "import torch, torch._dynamo"], env=environment, check=False)
 
 
 def install_what_can_be_had(python: Path, flags: list[str], packages: list[str]) -> None:
     """All at once, so that their versions go together; if that fails one by one."""
     if not packages:
         return
-    flags = [*flags, "--no-compile"]  # of thousands of files few are ever imported
     try:
         pip_install(python, [*flags, *packages])
     except subprocess.CalledProcessError:
@@ -108,6 +116,7 @@ def main() -> None:
             print(f"using the torch in {home}", flush=True)
         if not has_torch(python):
             pip_install(python, ["torch"])
+            compile_torch(python)
     if arguments.path:
         (site / "sources.pth").write_text("".join(f"{Path(path).absolute()}\n" for path in arguments.path))
     stamp.write_text("\n".join(dict.fromkeys([*held, *wanted])))
