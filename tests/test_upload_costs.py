@@ -20,7 +20,6 @@ from test_uploads import PLACE, bucket, settings
 from upload_server import Parts, Uploads
 
 __all__ = ["bucket"]  # a fixture
-pytestmark = pytest.mark.machine
 
 
 class Forgetful(Uploads):
