@@ -51,7 +51,7 @@ def pip_install(python: Path, requirements: list[str]) -> None:
 
 
 def compile_torch(python: Path) -> None:
-    """Keeps the modules compiled that come with torch: a program that may not write them would compile them each time."""
+    """Keeps the modules of torch compiled: a program that may not write them would compile them each time."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # Where it cannot be imported, that is for those to say who need it
     subprocess.run([str(python), "-c", "import torch, torch._dynamo"], env=environment, check=False)
