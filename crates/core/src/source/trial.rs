@@ -5,7 +5,8 @@
 //! need not read the storage. So the first reads of a load go past the page cache, the next ones through it, and both
 //! are timed. The times decide for the rest. If the page cache is kept, what has gone past it is read into it at the
 //! end. If not, the page cache is filled after the load (`fill_after`), so that this choice costs the next start
-//! nothing either.
+//! nothing either. The page cache may turn slow later, when its memory has to be found first. So reads through it go on being
+//! timed, and where they become much slower, some go past it once more, and the choice is made anew.
 //!
 //! A process that reads past the page cache leaves nothing to another one that loads the same file at the same time, and
 //! each takes its share of the disk for bytes that the other has read. So where pages turn up in the page cache that this
@@ -48,6 +49,10 @@ const SHARE: f64 = 0.9;
 /// enough.
 const SLOW: f64 = 0.25 * GB;
 const SHARE_IF_SLOW: f64 = 0.5;
+/// Reads through the page cache that is kept are doubtful below this part of the share that kept it.
+const MUCH_SLOWER: f64 = 0.7;
+/// Times that a load that keeps the page cache tries the other way once more: each costs reads of the same bytes again.
+const REVIEWS: u32 = 2;
 /// Pages of a read that somebody else must have brought in: what a load leaves at the ends of huge pages is less.
 const MOSTLY: f64 = 0.75;
 /// The same of the bytes that were read past the page cache. Another process may be further back.
@@ -172,6 +177,8 @@ struct Pace {
     past: Vec<(u32, Range<u64>)>,
     /// Bytes per second, past the page cache and through it.
     paces: (f64, f64),
+    /// Times that the other way may still be tried again.
+    reviews: u32,
     choice: Option<Choice>,
     /// The choice has not been published yet.
     news: bool,
@@ -183,8 +190,12 @@ enum Timing {
     Past,
     /// Reads through it are timed.
     Through,
-    /// The choice is made, but reads past the page cache are timed again.
+    /// Past it was chosen, but reads that way are timed again.
     Doubtful,
+    /// The page cache is kept, but reads through it are timed again.
+    Kept,
+    /// They have become slow: reads past it are timed once more.
+    Again,
     Over,
 }
 
@@ -198,6 +209,7 @@ impl Pace {
             out: HashMap::new(),
             past: Vec::new(),
             paces: (0.0, 0.0),
+            reviews: REVIEWS,
             choice: None,
             news: false,
         }
@@ -209,12 +221,16 @@ impl Pace {
 
     /// Whether reads go through the page cache now.
     fn is_through(&self) -> bool {
-        self.stage == Timing::Through || self.keeps()
+        match self.stage {
+            Timing::Past | Timing::Again => false,
+            Timing::Through => true,
+            Timing::Doubtful | Timing::Kept | Timing::Over => self.keeps(),
+        }
     }
 
     /// Whether a read of `len` bytes has to wait until it is known which way it goes.
     fn holds(&mut self, len: u64, now: Instant) -> bool {
-        if !matches!(self.stage, Timing::Past | Timing::Through) {
+        if !matches!(self.stage, Timing::Past | Timing::Through | Timing::Again) {
             return false;
         }
         // The two ways are never timed at the same time.
@@ -237,7 +253,7 @@ impl Pace {
         }
         self.since.get_or_insert(now);
         self.sent += range.end - range.start;
-        self.out.insert(ticket, (file, range, self.stage != Timing::Through));
+        self.out.insert(ticket, (file, range, !self.is_through()));
     }
 
     /// These came back. Goes on to the next stage when that is enough.
@@ -251,7 +267,7 @@ impl Pace {
                     self.stage = Timing::Over;
                 }
                 Ok(_) => {
-                    if past == (self.stage != Timing::Through) {
+                    if past != self.is_through() {
                         self.back += range.end - range.start;
                     }
                     if past {
@@ -263,8 +279,8 @@ impl Pace {
             }
         }
         let enough = match self.stage {
-            Timing::Past | Timing::Through => ENOUGH,
-            Timing::Doubtful => AT_LAST,
+            Timing::Past | Timing::Through | Timing::Again => ENOUGH,
+            Timing::Doubtful | Timing::Kept => AT_LAST,
             Timing::Over => u64::MAX,
         };
         if self.back >= enough {
@@ -277,16 +293,30 @@ impl Pace {
         let pace = self.back as f64 / seconds.max(1e-9);
         (self.sent, self.back) = (0, 0);
         match self.stage {
-            Timing::Through => self.paces.1 = pace,
+            Timing::Through | Timing::Kept => self.paces.1 = pace,
             _ => self.paces.0 = pace,
         }
-        if self.stage == Timing::Past {
-            self.stage = Timing::Through;
-            return;
-        }
         let (past, through) = self.paces;
-        let keep = through >= if past < SLOW { SHARE_IF_SLOW } else { SHARE } * past;
-        self.stage = if keep || self.stage == Timing::Doubtful { Timing::Over } else { Timing::Doubtful };
+        let share = if past < SLOW { SHARE_IF_SLOW } else { SHARE };
+        match self.stage {
+            Timing::Past => {
+                self.stage = Timing::Through;
+                return;
+            }
+            Timing::Kept => {
+                if through < MUCH_SLOWER * share * past && self.reviews > 0 {
+                    (self.stage, self.reviews) = (Timing::Again, self.reviews - 1);
+                }
+                return;
+            }
+            _ => {}
+        }
+        let keep = through >= share * past;
+        self.stage = match (keep, self.stage) {
+            (_, Timing::Doubtful) => Timing::Over,
+            (true, _) => Timing::Kept,
+            (false, _) => Timing::Doubtful,
+        };
         let reason = format!(
             "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
             past / GB,
@@ -323,6 +353,8 @@ mod tests {
     /// Reads that go out of each way, and that are enough.
     const SENT: u64 = AT_MOST / EACH;
     const TIMED: u64 = ENOUGH / EACH;
+    /// Reads that time the page cache again.
+    const WINDOW: u64 = AT_LAST / EACH;
 
     /// A pace with a clock of its own.
     struct Timed {
@@ -380,6 +412,15 @@ mod tests {
             n
         }
 
+        /// Reads so many bytes through the page cache as are timed again, in so many milliseconds; the number of the next read.
+        fn window(&mut self, from: u64, ms: u64) -> u64 {
+            assert!(self.pace.is_through());
+            assert_eq!(self.send(from, WINDOW), WINDOW);
+            self.after(ms);
+            self.back(from..from + WINDOW);
+            from + WINDOW
+        }
+
         fn cold(&self) -> Option<Cold> {
             self.pace.choice.as_ref().map(|choice| choice.cold)
         }
@@ -405,9 +446,55 @@ mod tests {
     fn storage_that_is_as_fast_either_way_is_kept_and_what_went_past_is_told_once() {
         let mut timed = Timed::new();
         let n = timed.tried(60, 60);
-        assert!(timed.pace.is_through() && timed.pace.stage == Timing::Over, "{:?}", timed.pace.choice);
+        assert!(timed.pace.is_through() && timed.pace.stage == Timing::Kept, "{:?}", timed.pace.choice);
         assert_eq!(timed.pace.take_past(), (0..SENT).map(|n| (0, n * EACH..(n + 1) * EACH)).collect::<Vec<_>>());
         assert!(timed.pace.take_past().is_empty());
+        // And goes on so, as long as it is not much slower.
+        timed.pace.news = false;
+        let last = (n..n + 10 * WINDOW).step_by(WINDOW as usize).fold(n, |_, n| timed.window(n, 240));
+        assert!(timed.pace.is_through() && timed.pace.stage == Timing::Kept && !timed.pace.news);
+        assert_eq!(timed.send(last, 100), 100);
+    }
+
+    #[test]
+    fn a_page_cache_that_turns_slow_is_left() {
+        let mut timed = Timed::new();
+        let n = timed.tried(60, 60);
+        timed.pace.take_past();
+        let n = timed.window(n, 160);
+        assert_eq!(timed.pace.stage, Timing::Kept);
+        // Some are still on their way through it when it turns out to be slow: nothing goes past it until they are back.
+        timed.send(n, WINDOW + 3);
+        timed.after(500);
+        timed.back(n..n + WINDOW);
+        assert!(timed.pace.stage == Timing::Again && timed.pace.holds(EACH, timed.now));
+        timed.back(n + WINDOW..n + WINDOW + 3);
+        let n = n + WINDOW + 3;
+        assert_eq!(timed.send(n, 100), SENT);
+        assert!(!timed.pace.is_through());
+        timed.after(60);
+        timed.back(n..n + SENT);
+        assert_eq!((timed.cold(), timed.pace.news), (Some(Cold::Bypass), true));
+        assert_eq!(timed.send(n + SENT, 100), 100);
+        assert!(!timed.pace.is_through() && timed.pace.take_past().is_empty());
+    }
+
+    #[test]
+    fn storage_that_turns_slow_both_ways_is_kept_and_not_tried_for_ever() {
+        let mut timed = Timed::new();
+        let mut n = timed.tried(60, 60);
+        timed.pace.take_past();
+        for review in 0..REVIEWS {
+            n = timed.window(n, 500 * (1 + u64::from(review) * 3));
+            assert_eq!(timed.send(n, 100), SENT, "{review}");
+            timed.after(190 * (1 + u64::from(review) * 3));
+            timed.back(n..n + SENT);
+            n += SENT;
+            assert!(timed.pace.is_through() && timed.pace.stage == Timing::Kept, "{:?}", timed.pace.choice);
+            assert_eq!(timed.pace.take_past().len() as u64, SENT, "these are to be brought in too");
+        }
+        n = timed.window(n, 20_000);
+        assert!(timed.pace.stage == Timing::Kept && timed.pace.reviews == 0);
         assert_eq!(timed.send(n, 100), 100);
     }
 
