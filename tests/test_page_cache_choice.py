@@ -83,7 +83,7 @@ def test_a_slow_disk_is_kept_and_a_fast_one_is_not(model: Path) -> None:
         for rounding in (-0.01, 0.0, 0.01)
     }
     assert as_it_is["cache"] in agrees, as_it_is["reason"]
-    if as_it_is["cache"] == "fill":
+    if as_it_is["cache"] == "fill" and "tried again" not in as_it_is["reason"]:
         assert as_it_is["direct"] >= TENSORS * NBYTES - THROUGH
 
     settle(model)

@@ -312,13 +312,14 @@ impl Pace {
             _ => {}
         }
         let keep = through >= share * past;
+        let when = if self.stage == Timing::Again { ", tried again when that had become slower" } else { "" };
         self.stage = match (keep, self.stage) {
             (_, Timing::Doubtful) => Timing::Over,
             (true, _) => Timing::Kept,
             (false, _) => Timing::Doubtful,
         };
         let reason = format!(
-            "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it",
+            "the storage gives {:.2} GB/s past the page cache and {:.2} GB/s through it{when}",
             past / GB,
             through / GB
         );
@@ -475,6 +476,7 @@ mod tests {
         timed.after(60);
         timed.back(n..n + SENT);
         assert_eq!((timed.cold(), timed.pace.news), (Some(Cold::Bypass), true));
+        assert!(timed.pace.choice.as_ref().unwrap().reason.contains("through it, tried again"));
         assert_eq!(timed.send(n + SENT, 100), 100);
         assert!(!timed.pace.is_through() && timed.pace.take_past().is_empty());
     }
