@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import penstock
 import pytest
@@ -14,7 +16,7 @@ from conftest import raw
 from penstock import _core
 from penstock._options import make_options
 from penstock.integrations._engine import Chosen, Loads
-from penstock.integrations._first_touch import LEAST, Parameters, touching
+from penstock.integrations._first_touch import LEAST, Parameters, memory_of, touching
 from penstock.synthetic.synth import Tensor
 
 Write = Callable[..., Path]
@@ -106,6 +108,56 @@ def test_places_are_large_private_memory_of_the_cpu_and_each_counts_once():
     model.meta = torch.nn.Parameter(torch.empty(LEAST // 4, device="meta"))
     parameters = parameters_of(model, asked)
     assert asked.places == [[model.large.data_ptr(), LEAST]] and parameters.nbytes == LEAST
+
+
+class Own(torch.nn.Parameter):
+    """A parameter of an engine's own class, which has an error of its own as soon as it is asked for its memory."""
+
+    fails = True
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if self.fails:
+            raise AttributeError("no such attribute: 'scales'")
+        return super().untyped_storage()
+
+
+def own(pages: int) -> Own:
+    return Own(mapping(pages * HUGE), requires_grad=False)
+
+
+def test_a_parameter_whose_class_fails_is_left_out_and_the_log_says_so(caplog: pytest.LogCaptureFixture):
+    asked, model = Asked(), model_of(2)
+    model.layer = torch.nn.Module()
+    model.layer.own, model.layer.later = own(3), own(4)
+    model.layer.later.fails = False
+    with caplog.at_level(logging.DEBUG, logger="penstock"):
+        parameters = parameters_of(model, asked)
+        assert parameters.nbytes == 6 * HUGE and len(asked.places) == 2
+        [said] = caplog.messages
+        assert "layer.own, a Own, gets no huge pages" in said and "AttributeError: no such attribute" in said
+        model.layer.later.fails = True
+        parameters.end()
+    assert asked.ended == [[0]] and "layer.later" in caplog.messages[1] and len(caplog.messages) == 2
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that wraps others."""
+
+    @staticmethod
+    def __new__(cls, size: int) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), more: Any = None) -> Any:
+        raise AssertionError("nothing is computed with it")
+
+
+def test_tensors_without_memory_of_their_own_are_no_error_and_nothing_is_said(caplog: pytest.LogCaptureFixture):
+    dense = torch.ones(1024, LEAST // 4096)
+    with caplog.at_level(logging.DEBUG, logger="penstock"):
+        for none in (dense.to_sparse(), Wrapper(LEAST // 4), torch.nn.UninitializedParameter(), torch.ones(3)):
+            assert memory_of(none) == (0, 0)
+    assert memory_of(dense) == (dense.data_ptr(), LEAST) and not caplog.messages
 
 
 def test_a_model_without_such_memory_asks_for_nothing():

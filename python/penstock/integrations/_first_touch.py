@@ -6,27 +6,49 @@ page cache: 0.13 s of 0.2 s for 360 MB. So this module asks for huge pages, wher
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .. import _core
+
+logger = logging.getLogger("penstock")
 
 LEAST = 1 << 22
 """Smaller memory is left as it is: it has one huge page or none."""
 
 
 def memory_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """The private memory of the CPU (address, bytes) that a parameter has; (0, 0) if it has none, or little."""
-    # Classes of their own, and parameters that have no shape yet, raise what they like
-    with suppress(Exception):
+    """The private memory of the CPU (address, bytes) that a parameter has; (0, 0) if it has none, or little.
+
+    A class of parameters of an engine's own may raise what it likes.
+    """
+    if is_lazy(parameter):  # it has no shape yet
+        return 0, 0
+    try:
         storage = parameter.untyped_storage()
+    except NotImplementedError:  # a sparse tensor, or one whose memory is a library's own
+        return 0, 0
+    try:
         if storage.device.type == "cpu" and storage.nbytes() >= LEAST and not storage.is_shared():
             return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # of a tensor that wraps others: it has no address
+        pass
     return 0, 0
+
+
+def _memory(parameter: torch.Tensor, name: str) -> tuple[int, int]:
+    """The same. If it cannot be asked for, the parameter gets no huge pages, and a log says so: it can be loaded."""
+    try:
+        return memory_of(parameter)
+    except Exception as error:
+        kind, why = type(parameter).__name__, f"{type(error).__name__}: {error}"
+        logger.debug("penstock: parameter %s, a %s, gets no huge pages: its memory is not known: %s", name, kind, why)
+        return 0, 0
 
 
 class Parameters:
@@ -44,9 +66,12 @@ class Parameters:
         page_timing: bool | None,
         ask: Callable[..., _core.FirstTouch] = _core.FirstTouch.ask,
     ) -> None:
-        found = {place: parameter for parameter in model.parameters() if (place := memory_of(parameter))[1]}
-        self._places = list(found)
-        self._owners = [weakref.ref(parameter) for parameter in found.values()]
+        found = {
+            place: (name, weakref.ref(parameter))
+            for name, parameter in model.named_parameters()
+            if (place := _memory(parameter, name))[1]
+        }
+        self._places, self._owners = list(found), list(found.values())
         asked = ask(self._places, page_timing) if found else None
         self._core = asked if asked is not None and asked.nbytes else None
         self._next, self._due = 0, 0
@@ -58,8 +83,9 @@ class Parameters:
 
     def _is_there(self, place: int) -> bool:
         """True if the parameter still has this memory. The engine may have replaced it."""
-        owner = self._owners[place]()
-        return owner is not None and memory_of(owner) == self._places[place]
+        name, owner = self._owners[place]
+        parameter = owner()
+        return parameter is not None and _memory(parameter, name) == self._places[place]
 
     def _there(self) -> list[int]:
         return [place for place in range(len(self._places)) if self._is_there(place)]
