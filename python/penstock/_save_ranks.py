@@ -422,9 +422,7 @@ class _RankSave:
         share = ([file.name for file in files], index)
         if self._rank == 0:
             self._before = self._stamps()
-        # The crew would wait for a snapshot of nothing
-        copies = self._snapshot and bool(files)
-        self._save = begin(request, dict(self._listed), snapshot=copies, ahead=True, share=share)
+        self._save = begin(request, dict(self._listed), snapshot=self._snapshot, ahead=True, share=share)
 
     def _described(self, tensor: Owned) -> Described:
         if tensor.is_gathered and tensor.nbytes:

@@ -9,7 +9,7 @@ use penstock::device::api::{Vendor, LIBRARY_VARIABLE};
 use penstock::device::gpu::GpuMemory;
 use penstock::format::{Checkpoint, DType};
 use penstock::options::{Options, Order};
-use penstock::save::{Arrangement, At, Save, SavePlan, SaveReport, SaveRequest, Tensor, Wanted};
+use penstock::save::{Arrangement, At, RankShare, Save, SavePlan, SaveReport, SaveRequest, Tensor, Wanted};
 use penstock::staging::Ring;
 use penstock::store::{Location, Stores};
 use penstock::ErrorKind;
@@ -167,6 +167,32 @@ fn a_save_that_waits_for_a_tensor_can_be_given_up() {
         assert_eq!(ended(&save).unwrap_err().kind(), ErrorKind::Cancelled);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
+}
+
+#[test]
+fn a_snapshot_of_a_rank_that_writes_no_file_ends() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let nothing = SavePlan::new(&[], None, "m", Arrangement::Aligned, Order::File, None).unwrap();
+    let share = RankShare { names: Vec::new(), index: None };
+    let save = Save::start(SaveRequest {
+        snapshot: true,
+        ahead: true,
+        plan: nothing.of_rank("m".as_ref(), share).unwrap(),
+        folder: Location::Path(folder.path().into()),
+        stores: Stores::default(),
+        checkpoint: None,
+        tensors: Vec::new(),
+        keep: Arc::new(()),
+        sync: true,
+        options: options(),
+    })
+    .unwrap();
+    assert!(save.copied(Some(PATIENCE)).unwrap() && save.sealed(Some(PATIENCE)).unwrap());
+    assert!(!save.is_done(), "it waits for the other ranks");
+    save.approve();
+    assert_eq!(ended(&save).unwrap().files, 0);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]

@@ -233,7 +233,7 @@ impl Save {
         report.threads = crew;
         let is_staged = if snapshot.is_some() { is_direct } else { staged };
         let late_numbers = late.iter().enumerate().map(|(number, late)| (late.tensor, number)).collect();
-        let shared = SaveShared::new(began, crew, late, report);
+        let shared = SaveShared::new(began, crew, chunks.len(), late, report);
         let work = Arc::new(Work {
             target,
             shared,

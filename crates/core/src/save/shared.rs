@@ -81,7 +81,8 @@ pub(super) struct SaveState {
 }
 
 impl SaveShared {
-    pub(super) fn new(began: Instant, crew: usize, late: Vec<Late>, report: SaveReport) -> SaveShared {
+    /// The state of a save of so many chunks that has just begun. A rank may have none: nothing is read from its tensors.
+    pub(super) fn new(began: Instant, crew: usize, chunks: usize, late: Vec<Late>, report: SaveReport) -> SaveShared {
         let state = SaveState {
             written: 0,
             working: crew,
@@ -92,7 +93,7 @@ impl SaveShared {
             starved: false,
             syncing: false,
             taken: 0,
-            copied: false,
+            copied: chunks == 0,
             sealed: false,
             approved: false,
             hungry: false,
