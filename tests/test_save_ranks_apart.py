@@ -113,40 +113,6 @@ dist.destroy_process_group()
     assert all(one.get("done", True) for one in said), said
 
 
-def test_a_folder_that_cannot_be_looked_at_before_the_index_is_written_keeps_what_it_has(
-    placed: Callable[..., Any], model: Path, tmp_path: Path
-) -> None:
-    """Nobody knows then whether another program has saved there. The error has its cause."""
-    program = (
-        BEGIN
-        + """
-import errno, pathlib
-from penstock._save_meeting import SavingRanks
-def failing(self, stat=pathlib.Path.stat, **more):
-    if self.name.endswith(".index.json"):
-        raise OSError(errno.EIO, "Input/output error", str(self))
-    return stat(self, **more)
-def all_of(self, what, all=SavingRanks.all):
-    found = all(self, what)
-    if what == "sealed":
-        pathlib.Path.stat = failing
-    return found
-SavingRanks.all = all_of
-said["result"] = tried(lambda: saved({f"b{rank}": torch.ones(1000)}, place, group=dist.group.WORLD))
-dist.barrier()
-said["files"] = sorted(os.listdir(place))
-dist.barrier()
-dist.destroy_process_group()
-"""
-    )
-    with placed(program, 2, model, place=str(tmp_path / "to"), given_storage=None) as ranks:
-        said = ranks.all()
-    assert [one["result"][0] for one in said] == ["WriteError", "PeerError"], said
-    assert "model.safetensors.index.json: cannot look" in said[0]["result"][1], said
-    assert "Input/output error; nothing is visible" in said[0]["result"][1], said
-    assert [one["files"] for one in said] == [[], []]
-
-
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors"])
 def test_a_folder_that_another_program_has_saved_to_meanwhile_keeps_its_checkpoint(
     placed: Callable[..., Any], model: Path, tmp_path: Path, name: str

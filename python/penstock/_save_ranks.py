@@ -32,14 +32,12 @@ from ._describing import checked_metadata, describe, device_kind, synchronize
 from ._errors import (
     ArgumentTypeError,
     CancelledError,
-    ChangedError,
     InvalidError,
     NotFoundError,
     OutOfMemoryError,
     PeerError,
     PenstockError,
     PlanMismatchError,
-    WriteError,
 )
 from ._events import observe
 from ._gathering import MessageError, Messages, Whole, check_unmarked, mark_failed, new_tag, packed, why_unsendable
@@ -64,10 +62,6 @@ _SELDOM = 0.2
 #: The advice for a DTensor whose parts are not known.
 _ADVICE = "pad the tensor, or save the result of its `full_tensor()`, which counts as a replica on each rank"
 _SUFFIX = ".safetensors"
-
-
-#: Tells a file from another one that gets its name later: device, inode, and when it was written.
-_Stamp = tuple[int, int, int]
 
 
 class _Local(NamedTuple):
@@ -233,8 +227,6 @@ class _RankSave:
         self._listed: list[tuple[str, Described]] = []
         self._late: list[int] = []
         """Tensors that are not in memory yet, in the order in which they are written."""
-        self._before: list[tuple[str, _Stamp | None]] = []
-        """The files that readers of the folder go by, as they were before this save."""
         self._is_sealed = self._is_decided = self._is_over = False
 
     def __enter__(self) -> _RankSave:
@@ -420,8 +412,6 @@ class _RankSave:
             check_room(nbytes, "gathering and packing tensors before the call returns")
         request = self._request if self._rank == 0 else self._request.of_other_rank()
         share = ([file.name for file in files], index)
-        if self._rank == 0:
-            self._before = self._stamps()
         self._save = begin(request, dict(self._listed), snapshot=self._snapshot, ahead=True, share=share)
 
     def _described(self, tensor: Owned) -> Described:
@@ -531,7 +521,6 @@ class _RankSave:
         if self._rank == 0:
             ranks.all("sealed")
             self._check_files(plan)
-            self._check_unchanged()
             if not ranks.decide(PUBLISH):
                 raise self._told()
             self._is_decided = True
@@ -583,35 +572,6 @@ class _RankSave:
                 raise NotFoundError(f"{path}: {why}; nothing is visible", path=path)
             self._look()
             time.sleep(LOOK)
-
-    def _stamps(self) -> list[tuple[str, _Stamp | None]]:
-        """The index and the single file of the folder, as they are now."""
-        folder = self._request.folder
-        if is_web(folder):
-            return []  # the request that puts the index has a condition
-
-        def found() -> list[tuple[str, _Stamp | None]]:
-            stamps: list[tuple[str, _Stamp | None]] = []
-            for path in (f"{folder}/{self._index_name()}", f"{folder}/{self._request.name}"):
-                asking(path)
-                try:
-                    is_now = Path(path).stat()
-                    stamps.append((path, (is_now.st_dev, is_now.st_ino, is_now.st_mtime_ns)))
-                except (FileNotFoundError, NotADirectoryError, PermissionError):  # the core says what is wrong
-                    stamps.append((path, None))
-                except OSError as error:
-                    why = f"cannot look whether another program has written this file: {error.strerror}"
-                    raise WriteError(f"{path}: {why}; nothing is visible", path=path, errno=error.errno) from error
-            return stamps
-
-        return patiently(found, self._options.stall_timeout, folder)
-
-    def _check_unchanged(self) -> None:
-        """Raises if another save has written to the folder meanwhile: each would remove the other's files."""
-        for (path, before), (_, now) in zip(self._before, self._stamps(), strict=True):
-            if before != now:
-                why = "another program has written, or removed, this file since this save began"
-                raise ChangedError(f"{path}: {why}; nothing of this save is visible", path=path)
 
     def _give_up(self, error: BaseException) -> None:
         """The others hear it. This rank's files go, unless the new checkpoint may be visible."""

@@ -195,6 +195,67 @@ fn a_snapshot_of_a_rank_that_writes_no_file_ends() {
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
+/// A save as the checkpoint of a folder. The first tensor is late if the save is to be held until it is supplied.
+fn into_folder(folder: &Path, contents: &[Vec<u8>], is_held: bool) -> Save {
+    let mut tensors: Vec<At> = contents.iter().map(|content| At::Host(content.as_ptr() as u64)).collect();
+    if is_held {
+        tensors[0] = At::Late;
+    }
+    let sizes: Vec<usize> = contents.iter().map(Vec::len).collect();
+    Save::start(SaveRequest {
+        snapshot: false,
+        ahead: false,
+        plan: plan(&sizes),
+        folder: Location::Path(folder.into()),
+        stores: Stores::default(),
+        checkpoint: Some("model.safetensors".to_owned()),
+        tensors,
+        keep: Arc::new(()),
+        sync: false,
+        options: options(),
+    })
+    .unwrap()
+}
+
+/// Supplies the tensor that a save was held for, and waits for its end.
+fn supplied(save: &Save, content: &[u8]) -> penstock::Result<SaveReport> {
+    let wanted = wants(save).unwrap();
+    // SAFETY: the save's memory for so many bytes, and nobody reads it before they are supplied.
+    unsafe { wanted.at.copy_from_nonoverlapping(content.as_ptr(), wanted.nbytes) };
+    save.supplied();
+    ended(save)
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let found = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut found: Vec<String> = found.collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn of_two_saves_to_one_folder_the_later_one_fails_and_one_over_a_removed_checkpoint_does_not() {
+    let _alone = alone();
+    let of = |seed: u64, sizes: &[usize]| (seed..).zip(sizes).map(|(i, n)| noise(i, *n)).collect::<Vec<Vec<u8>>>();
+    let (one, two) = ([5 * MIB as usize].as_slice(), [6 * MIB as usize, 5 * MIB as usize].as_slice());
+    for (first, second) in [(one, one), (one, two), (two, one), (two, two)] {
+        let (first, second) = (of(10, first), of(20, second));
+        let folder = tempfile::tempdir().unwrap();
+        let late = into_folder(folder.path(), &first, true);
+        ended(&into_folder(folder.path(), &second, false)).unwrap();
+        let theirs = names(folder.path());
+        let e = supplied(&late, &first[0]).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Changed, "{e}");
+        assert!(e.message().contains("nothing of this save is visible"), "{e}");
+        assert_eq!(names(folder.path()), theirs);
+        same(folder.path(), &second);
+        let over = into_folder(folder.path(), &first, true);
+        theirs.iter().for_each(|name| std::fs::remove_file(folder.path().join(name)).unwrap());
+        supplied(&over, &first[0]).unwrap();
+        same(folder.path(), &first);
+    }
+}
+
 #[test]
 fn nobody_holds_staging_while_a_tensor_is_being_made() {
     // Alone, since the ring is the process's.

@@ -1,6 +1,6 @@
 //! The checkpoint that is under an address when a save begins: found out by questions that the caller may give up.
 
-use super::names::{belongs, INDEX_SUFFIX, SUFFIX};
+use super::names::{belongs, index_of, INDEX_SUFFIX, SUFFIX};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use crate::store::upload::{UploadWatch, Uploads};
@@ -192,9 +192,7 @@ pub(super) fn has_done_nothing(e: &Error) -> bool {
 
 /// The single file and the index of a checkpoint of this name.
 fn visible(folder: &Location, name: &str) -> (Location, Location) {
-    let stem = name.strip_suffix(SUFFIX).unwrap_or(name);
-    let index = format!("{stem}{SUFFIX}{INDEX_SUFFIX}");
-    (folder.within(OsStr::new(name)), folder.within(OsStr::new(&index)))
+    (folder.within(OsStr::new(name)), folder.within(OsStr::new(&index_of(name))))
 }
 
 /// The address as a listing wants it: a folder.

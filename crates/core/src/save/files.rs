@@ -5,6 +5,7 @@ use super::folder::{self, Folder};
 use super::in_place;
 use super::output::{check_room, Output};
 use super::plan::SavePlan;
+use super::publication::PublicationLock;
 use super::shared::{leaving_earlier, SaveReport, SaveShared};
 use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
@@ -17,7 +18,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Pieces of one call (IOV_MAX).
 const MOST_PIECES: usize = 1024;
@@ -31,6 +32,8 @@ pub(super) struct FilesTarget {
     /// Names of the files, the index last.
     names: Vec<OsString>,
     sync: bool,
+    /// How long other saves are waited for that give their files their names.
+    patience: Duration,
     /// Files of this rank that have their names, and stay only if those of all ranks do.
     named: Mutex<Vec<PathBuf>>,
     is_share: bool,
@@ -74,6 +77,7 @@ impl FilesTarget {
         folder: &Path,
         checkpoint: Option<&str>,
         sync: bool,
+        patience: Duration,
         report: &mut SaveReport,
     ) -> Result<FilesTarget> {
         let checkpoint = checkpoint.map(|name| Folder::new(folder, name)).transpose()?;
@@ -98,12 +102,73 @@ impl FilesTarget {
         let (names, is_share) = (plan.names(), plan.is_share);
         let (named, is_visible) = (Mutex::default(), AtomicBool::new(false));
         let outputs = Mutex::new(outputs);
-        Ok(FilesTarget { outputs, sinks, index, checkpoint, names, sync, named, is_share, is_visible })
+        Ok(FilesTarget { outputs, sinks, index, checkpoint, names, sync, patience, named, is_share, is_visible })
     }
 
     /// True if a file is written past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.sinks.iter().any(|sink| sink.direct.is_some())
+    }
+
+    /// The turn of this save: no other one gives its files their names in this folder until the lock is dropped, and none has
+    /// done so since this save began. The later of two saves fails, as in a bucket.
+    fn take_turn(&self, shared: &SaveShared, outputs: &[Output]) -> Result<Option<PublicationLock>> {
+        let Some(folder) = &self.checkpoint else { return Ok(None) };
+        let in_place: Vec<&Path> = outputs.iter().filter(|output| output.is_in_place()).map(|o| &*o.path).collect();
+        // Files that are written under their names belong to one save from its begin: a second one finds the names taken.
+        let mut turn = None;
+        if in_place.is_empty() {
+            match PublicationLock::take(&folder.path, self.patience, || given_up(shared))? {
+                Ok(lock) => turn = Some(lock),
+                Err(refused) => shared.add_fallback(refused),
+            }
+        }
+        folder.check_unchanged(&in_place)?;
+        Ok(turn)
+    }
+
+    /// Makes every file whole, the index too. None has its name yet.
+    fn complete(&self, shared: &SaveShared, outputs: &mut Vec<Output>) -> Result<()> {
+        let begun = Instant::now();
+        let mut refused = outputs.iter().map(|output| output.seal(self.sync)).collect::<Result<Vec<_>>>()?;
+        if let Some((path, text)) = &self.index {
+            let (output, _) = Output::new(path, text.len() as u64, false)?;
+            output.write(text.as_bytes())?;
+            refused.push(output.seal(self.sync)?);
+            outputs.push(output);
+        }
+        if let Some(refused) = refused.into_iter().flatten().next() {
+            shared.add_fallback(refused);
+        }
+        if self.sync {
+            lock(&shared.state).report.sync_seconds += begun.elapsed().as_secs_f64();
+        }
+        Ok(())
+    }
+
+    /// Gives the files their names, the index last.
+    fn publish(&self, shared: &SaveShared, outputs: &mut [Output]) -> Result<()> {
+        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(|last| &last.path);
+        if let Some(path) = index.filter(|_| !self.is_share) {
+            given_up(shared)?;
+            // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not
+            // call them one checkpoint.
+            if let Err(cause) = std::fs::remove_file(path) {
+                if cause.kind() != io::ErrorKind::NotFound {
+                    return Err(Error::write("remove the earlier index", &cause).at(path));
+                }
+            }
+        }
+        // From now on it may be visible: an owner that gives the save up sees that, or we see that it has.
+        self.is_visible.store(true, Ordering::SeqCst);
+        let named = given_up(shared).and_then(|()| outputs.iter_mut().try_for_each(|output| output.publish(self.sync)));
+        named.inspect_err(|_| self.is_visible.store(false, Ordering::SeqCst))?;
+        if self.sync {
+            let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
+            folders.extend(self.checkpoint.iter().flat_map(|folder| &folder.with_new_names).map(PathBuf::as_path));
+            folders.into_iter().try_for_each(|folder| settle(shared, folder))?;
+        }
+        Ok(())
     }
 
     fn failed(&self, chunk: &Chunk, cause: &io::Error) -> Error {
@@ -209,46 +274,11 @@ impl SaveTarget for FilesTarget {
             self.is_visible.store(true, Ordering::SeqCst);
             return Ok(());
         }
-        let given_up = || match shared.cancelled.load(Ordering::SeqCst) {
-            true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
-            false => Ok(()),
-        };
-        given_up()?;
-        let begun = Instant::now();
+        given_up(shared)?;
         let mut outputs = lock(&self.outputs);
-        let mut refused = outputs.iter().map(|output| output.seal(self.sync)).collect::<Result<Vec<_>>>()?;
-        if let Some((path, text)) = &self.index {
-            let (output, _) = Output::new(path, text.len() as u64, false)?;
-            output.write(text.as_bytes())?;
-            refused.push(output.seal(self.sync)?);
-            outputs.push(output);
-        }
-        if let Some(refused) = refused.into_iter().flatten().next() {
-            shared.add_fallback(refused);
-        }
-        let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(|last| &last.path);
-        if self.sync {
-            lock(&shared.state).report.sync_seconds += begun.elapsed().as_secs_f64();
-        }
-        if let Some(path) = index.filter(|_| !self.is_share) {
-            given_up()?;
-            // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not
-            // call them one checkpoint.
-            if let Err(cause) = std::fs::remove_file(path) {
-                if cause.kind() != io::ErrorKind::NotFound {
-                    return Err(Error::write("remove the earlier index", &cause).at(path));
-                }
-            }
-        }
-        // From now on it may be visible: an owner that gives the save up sees that, or we see that it has.
-        self.is_visible.store(true, Ordering::SeqCst);
-        let published = given_up().and_then(|()| outputs.iter_mut().try_for_each(|output| output.publish(self.sync)));
-        published.inspect_err(|_| self.is_visible.store(false, Ordering::SeqCst))?;
-        if self.sync {
-            let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
-            folders.extend(self.checkpoint.iter().flat_map(|folder| &folder.with_new_names).map(PathBuf::as_path));
-            folders.into_iter().try_for_each(|folder| settle(shared, folder))?;
-        }
+        self.complete(shared, &mut outputs)?;
+        let turn = self.take_turn(shared, &outputs)?;
+        self.publish(shared, &mut outputs)?;
         if self.is_share && shared.cancelled.load(Ordering::SeqCst) {
             shared.add_fallback(leaving_earlier());
         } else if let Some(folder) = &self.checkpoint {
@@ -256,6 +286,7 @@ impl SaveTarget for FilesTarget {
                 settle(shared, &folder.path)?;
             }
         }
+        drop(turn);
         Ok(())
     }
 
@@ -276,6 +307,15 @@ impl SaveTarget for FilesTarget {
 
     fn uses_disk(&self) -> bool {
         true
+    }
+}
+
+/// # Errors
+/// `Cancelled` if the save was given up.
+fn given_up(shared: &SaveShared) -> Result<()> {
+    match shared.cancelled.load(Ordering::SeqCst) {
+        true => Err(Error::new(ErrorKind::Cancelled, "the save was cancelled before its files had their names")),
+        false => Ok(()),
     }
 }
 

@@ -1,8 +1,8 @@
 //! Directories of checkpoints: made if they are missing, cleared of earlier saves, written to the disk.
 
-use super::names::belongs;
-use super::output::parent;
-use crate::error::{Error, Result};
+use super::names::{belongs, index_of};
+use super::output::{kind_of, parent};
+use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -18,13 +18,44 @@ pub(super) struct Folder {
     pub(super) with_new_names: Vec<PathBuf>,
     /// Files of an earlier save with the same name that were there when this save began.
     earlier: Vec<(PathBuf, Stamp)>,
+    /// The single file and the index, which readers go by, as they were then; `None`: there was none.
+    visible: [(PathBuf, Option<Stamp>); 2],
+    /// True if the numbers of files stay the same.
+    has_inodes: bool,
 }
 
-/// Tells a file from another one that gets its name later: device, inode, and when it was written.
-type Stamp = (u64, u64, i64, i64);
+/// File systems on which this machine may make up other inode numbers for the same files.
+const MADE_UP_INODES: [&str; 5] = ["fuse", "cifs", "smb2", "9p", "vboxsf"];
+
+/// Tells a file from another one that gets its name later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    /// Device and inode.
+    number: (u64, u64),
+    size: u64,
+    /// When it was written: seconds, and nanoseconds.
+    written: (i64, i64),
+}
 
 fn identity(found: &Metadata) -> Stamp {
-    (found.dev(), found.ino(), found.mtime(), found.mtime_nsec())
+    let (number, written) = ((found.dev(), found.ino()), (found.mtime(), found.mtime_nsec()));
+    Stamp { number, size: found.len(), written }
+}
+
+/// The file that has this name now.
+fn look(path: &Path) -> Result<Option<Stamp>> {
+    match fs::symlink_metadata(path) {
+        Ok(found) => Ok(Some(identity(&found))),
+        Err(cause) => match (cause.kind(), cause.raw_os_error()) {
+            // No file can have a name that is too long, or has a NUL.
+            (io::ErrorKind::NotFound | io::ErrorKind::InvalidInput, _)
+            | (_, Some(libc::ENOTDIR | libc::ENAMETOOLONG)) => Ok(None),
+            _ => {
+                let e = Error::write("look whether another program has written this file", &cause).at(path);
+                Err(e.reworded(|why| format!("{why}; nothing of this save is visible")))
+            }
+        },
+    }
 }
 
 impl Folder {
@@ -58,7 +89,33 @@ impl Folder {
         // The index goes first. If one file cannot be removed, shards without an index are better than an index without
         // shards.
         earlier.sort_by_key(|(path, _)| path.extension().is_none_or(|e| e != "json"));
-        Ok(Folder { path: path.to_path_buf(), with_new_names, earlier })
+        let [single, index] = [path.join(name), path.join(index_of(name))].map(|path| (look(&path), path));
+        let visible = [(single.1, single.0?), (index.1, index.0?)];
+        let has_inodes = !MADE_UP_INODES.contains(&kind_of(path));
+        Ok(Folder { path: path.to_path_buf(), with_new_names, earlier, visible, has_inodes })
+    }
+
+    /// Fails if another program has written the index or the single file since this save began: readers would take its
+    /// checkpoint for this one, or the shards of both for one. A file that was removed meanwhile is no conflict: nothing is
+    /// lost. Files of this save that are written under their names (`ours`) are left out.
+    ///
+    /// # Errors
+    /// `Changed`; `Write` if that cannot be found out.
+    pub(super) fn check_unchanged(&self, ours: &[&Path]) -> Result<()> {
+        for (path, before) in self.visible.iter().filter(|(path, _)| !ours.contains(&path.as_path())) {
+            let Some(now) = look(path)? else { continue };
+            if before.is_none_or(|before| !self.is_same(before, now)) {
+                let why = "another program has written this file since this save began";
+                let text = format!("{why}; nothing of this save is visible: save again to replace it");
+                return Err(Error::new(ErrorKind::Changed, text).at(path));
+            }
+        }
+        Ok(())
+    }
+
+    fn is_same(&self, before: Stamp, now: Stamp) -> bool {
+        let is_one = !self.has_inodes || before.number == now.number;
+        is_one && (before.size, before.written) == (now.size, now.written)
     }
 
     /// Removes the files of an earlier save, because a reader of the directory would take them for a part of this one.
@@ -70,7 +127,7 @@ impl Folder {
         let (mut removed, mut failed) = (false, None);
         for (path, before) in &self.earlier {
             let Ok(now) = fs::symlink_metadata(path) else { continue };
-            if ours.contains(&(now.dev(), now.ino())) || identity(&now) != *before {
+            if ours.contains(&(now.dev(), now.ino())) || !self.is_same(*before, identity(&now)) {
                 continue;
             }
             match fs::remove_file(path) {
@@ -104,7 +161,6 @@ pub(super) fn sync(folder: &Path) -> Result<Option<Fallback>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
 
     #[test]
     fn directories_that_others_were_made_in_are_known() {
@@ -149,6 +205,49 @@ mod tests {
                 "m.safetensors"
             ]
         );
+    }
+
+    #[test]
+    fn what_another_program_has_written_is_a_conflict_and_what_it_has_removed_is_none() {
+        for name in ["m.safetensors", "m.safetensors.index.json"] {
+            let inside = tempfile::tempdir().unwrap();
+            let at = inside.path().join(name);
+            let begun = || Folder::new(inside.path(), "m.safetensors").unwrap();
+            let refused = |folder: &Folder| folder.check_unchanged(&[]).unwrap_err();
+            let before = begun();
+            before.check_unchanged(&[]).unwrap();
+            fs::write(&at, "by another program").unwrap();
+            assert_eq!(refused(&before).kind(), ErrorKind::Changed);
+            assert!(refused(&before).to_string().starts_with(at.to_str().unwrap()), "{}", refused(&before));
+            before.check_unchanged(&[at.as_path()]).unwrap();
+            let before = begun();
+            before.check_unchanged(&[]).unwrap();
+            // The same size and time, but another file.
+            fs::write(inside.path().join("new"), "by another program").unwrap();
+            let time = fs::metadata(&at).unwrap().modified().unwrap();
+            File::options().write(true).open(inside.path().join("new")).unwrap().set_modified(time).unwrap();
+            fs::rename(inside.path().join("new"), &at).unwrap();
+            assert_eq!(refused(&before).kind(), ErrorKind::Changed);
+            Folder { has_inodes: false, ..before }.check_unchanged(&[]).unwrap();
+            let before = begun();
+            fs::write(&at, "in its place").unwrap();
+            assert_eq!(refused(&Folder { has_inodes: false, ..before }).kind(), ErrorKind::Changed);
+            let before = begun();
+            fs::remove_file(&at).unwrap();
+            before.check_unchanged(&[]).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_looked_at_is_an_error_with_its_cause() {
+        let inside = tempfile::tempdir().unwrap();
+        let path = inside.path().join("folder");
+        let folder = Folder::new(&path, "m.safetensors").unwrap();
+        fs::rename(&path, inside.path().join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink("folder", &path).unwrap();
+        let e = folder.check_unchanged(&[]).unwrap_err();
+        assert_eq!((e.kind(), e.errno()), (ErrorKind::Write, Some(libc::ELOOP)), "{e}");
+        assert!(e.message().ends_with("nothing of this save is visible"), "{e}");
     }
 
     #[test]

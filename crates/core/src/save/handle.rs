@@ -123,7 +123,7 @@ impl SavePlace {
         options: &Options,
         report: &mut SaveReport,
     ) -> Result<SavePlace> {
-        let target = FilesTarget::new(plan, folder, checkpoint, sync, report)?;
+        let target = FilesTarget::new(plan, folder, checkpoint, sync, options.stall_timeout, report)?;
         let (is_direct, writers) = (target.is_direct(), CACHE_WRITERS.min(plan.files.len()));
         let (extent, most) = (options.extent.next_multiple_of(PAGE), usize::MAX);
         Ok(SavePlace { target: Box::new(target), extent, is_direct, writers, most })

@@ -32,6 +32,7 @@ mod names;
 mod objects;
 mod output;
 mod plan;
+mod publication;
 mod pushed;
 mod service;
 mod shared;

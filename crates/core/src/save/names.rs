@@ -6,6 +6,11 @@ use std::time::Instant;
 pub(super) const SUFFIX: &str = ".safetensors";
 pub(super) const INDEX_SUFFIX: &str = ".index.json";
 
+/// The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
+pub(super) fn index_of(name: &str) -> String {
+    format!("{}{SUFFIX}{INDEX_SUFFIX}", name.strip_suffix(SUFFIX).unwrap_or(name))
+}
+
 fn is_of_five_digits(text: &str) -> bool {
     text.len() == 5 && text.bytes().all(|b| b.is_ascii_digit())
 }

@@ -349,9 +349,13 @@ fn beside(folder: &Path, path: &Path) -> Result<(File, Option<PathBuf>), Refused
 /// Whether files in this directory get their bytes one after the other: those of processes (FUSE). Streaming uploads take
 /// them in no other order. A virtual machine's share is no such file system, though it looks like one.
 fn takes_bytes_in_order(folder: &Path) -> bool {
-    let fuse = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(folder);
-    let fuse = fuse.is_ok_and(|folder| kind(&folder) == "fuse");
-    fuse && mount_of(folder).is_none_or(|mount| mount.kind != "virtiofs")
+    kind_of(folder) == "fuse" && mount_of(folder).is_none_or(|mount| mount.kind != "virtiofs")
+}
+
+/// The kind of file system that a directory is on; "" if it is unknown.
+pub(super) fn kind_of(folder: &Path) -> &'static str {
+    let folder = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(folder);
+    folder.map_or("", |folder| kind(&folder))
 }
 
 fn nameless(folder: &Path) -> io::Result<File> {

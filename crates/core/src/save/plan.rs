@@ -6,7 +6,7 @@
 //! its size, and at least at a multiple of its element's size. [`Arrangement::Compact`] is the order and the padding of
 //! safetensors' own writer.
 
-use super::names::{tagged, INDEX_SUFFIX, SUFFIX};
+use super::names::{index_of, tagged, SUFFIX};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{layer, quoted, DType};
 use crate::options::{Order, PAGE};
@@ -260,11 +260,6 @@ impl SavePlan {
     pub(super) fn index_name(&self) -> Option<String> {
         self.index_name.clone()
     }
-}
-
-/// The index of shards called `model-00001-of-00002.safetensors` and so on is `model.safetensors.index.json`.
-fn index_of(name: &str) -> String {
-    format!("{}{SUFFIX}{INDEX_SUFFIX}", name.strip_suffix(SUFFIX).unwrap_or(name))
 }
 
 fn not_utf8(name: &OsStr) -> Error {
