@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import penstock
 import pytest
+from penstock._save import Described
 
 TENSORS = 40
 
@@ -141,3 +146,135 @@ def test_what_another_program_writes_while_a_save_runs_stays(tmp_path: Path, nam
     assert error.startswith(f"{tmp_path / name}: ") and "nothing of this save is visible" in error
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "of another program"
+
+
+def state_of(number: int, first: Callable[[], object] | None = None) -> dict[str, Any]:
+    """Tensors of one number. ``first`` is called when the first one is made: the save has looked at the folder then."""
+    state: dict[str, Any] = {f"w{i:02}": np.full(8, number, "i4") for i in range(TENSORS)}
+    if first is not None:
+
+        def fill(memory: memoryview) -> None:
+            first()
+            memory[:] = np.full(8, number, "i4").tobytes()
+
+        state["w00"] = Described("I32", (8,), None, None, None, fill)
+    return state
+
+
+class Called(threading.Thread):
+    """A call on a thread of its own."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._call = call
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:
+            self.error = error
+
+    def end(self) -> None:
+        """Waits for its end. Raises its error."""
+        self.join(60)
+        assert not self.is_alive(), "it hangs"
+        if self.error is not None:
+            raise self.error
+
+
+#: Seconds in which a save that waits for nobody is done.
+ENOUGH = 0.5
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_waits_for_that_of_another_thread_to_the_same_folder(tmp_path: Path, wait: bool) -> None:
+    folder, begun, go_on = tmp_path / "folder", threading.Event(), threading.Event()
+    folder.mkdir()
+    (tmp_path / "link").symlink_to("folder")
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    def second() -> None:
+        job = penstock.save(state_of(2), tmp_path / "link", wait=wait)
+        if not wait:
+            job.result()
+
+    one = Called(lambda: penstock.save(state_of(1, hold), folder, max_shard_size=32))
+    assert begun.wait(60)
+    other = Called(lambda: penstock.save(state_of(3), tmp_path / "another"))
+    other.end()  # it is in nobody's way
+    two = Called(second)
+    two.join(ENOUGH)
+    assert two.is_alive() and not list(folder.iterdir())
+    go_on.set()
+    one.end()
+    two.end()
+    assert number_in(folder) == 2
+
+
+def test_a_job_waits_for_an_earlier_one_to_the_same_folder(tmp_path: Path) -> None:
+    with (tmp_path / ".penstock-publish.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        first = penstock.save(state_of(1), tmp_path, wait=False, fsync=False)
+        jobs: list[Any] = []
+        second = Called(lambda: jobs.append(penstock.save(state_of(2), tmp_path, max_shard_size=32, wait=False)))
+        second.join(ENOUGH)
+        assert second.is_alive() and not first.done(), "the lock is held, and the first job waits for it"
+        fcntl.flock(file, fcntl.LOCK_UN)
+        first.result()
+        second.end()
+        jobs[0].result()
+    assert number_in(tmp_path) == 2
+
+
+def test_a_job_that_was_dropped_is_waited_for_by_nobody(tmp_path: Path) -> None:
+    with (tmp_path / ".penstock-publish.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        first = penstock.save(state_of(1), tmp_path, wait=False, fsync=False)
+        second = Called(lambda: penstock.save(state_of(2), tmp_path, wait=False).cancel())
+        time.sleep(0.1)
+        del first
+        second.end()
+
+
+def test_a_save_that_saves_to_its_own_folder_while_it_makes_a_tensor_does_not_wait_for_itself(tmp_path: Path) -> None:
+    """As a handler of a signal does. The inner save is the later one that began: it stays."""
+    outer = Called(lambda: penstock.save(state_of(1, lambda: penstock.save(state_of(2), tmp_path)), tmp_path))
+    with pytest.raises(penstock.ChangedError, match="since this save began"):
+        outer.end()
+    assert number_in(tmp_path) == 2
+
+
+def test_another_program_that_holds_the_lock_ends_a_save_at_the_stall_timeout(tmp_path: Path) -> None:
+    with (tmp_path / ".penstock-publish.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(penstock.StalledError, match="another save has been giving its files their names"):
+            penstock.save(state_of(1), tmp_path, options={"stall_timeout": 0.5})
+        assert [path.name for path in tmp_path.iterdir()] == [".penstock-publish.lock"]
+    penstock.save(state_of(2), tmp_path)
+    assert number_in(tmp_path) == 2
+
+
+def test_a_handler_of_the_end_of_the_interpreter_may_save_after_a_job(
+    tmp_path: Path, python: Callable[..., Any]
+) -> None:
+    code = """
+import atexit, sys, numpy as np, penstock
+
+def state(number):
+    return {f"w{i:02}": np.full(8, number, "i4") for i in range(40)}
+
+def at_end():
+    penstock.save(state(2), sys.argv[1])
+    print("saved", job.result().files)
+
+atexit.register(at_end)
+job = penstock.save(state(1), sys.argv[1], max_shard_size=32, wait=False)
+"""
+    run = python(code, tmp_path)
+    assert run.stdout.startswith("saved ['model-00001-of-00040.safetensors'"), run.stderr
+    assert not run.stderr and number_in(tmp_path) == 2

@@ -59,8 +59,8 @@ def first():
 )
 
 
-@pytest.mark.parametrize("kind", ["group", "alone", "alone, first", "linked"])
-def test_a_save_waits_for_one_of_another_group_to_the_same_folder(
+@pytest.mark.parametrize("kind", ["group", "alone", "alone, first", "called", "called, first", "linked"])
+def test_a_save_waits_for_one_of_another_group_or_thread_to_the_same_folder(
     placed: Callable[..., Any], model: Path, tmp_path: Path, kind: str
 ) -> None:
     """Each would remove the other's files before their index names them."""
@@ -87,6 +87,36 @@ if kind == "alone, first":
     job = first()
     assert os.path.exists(f"{folder}/third")
     said["first"] = said["second"] = tried(job.result)
+elif kind == "called, first":
+    from penstock._described import Described
+    begun, other_said = threading.Event(), [None]
+    def fill(memory):
+        begun.set()
+        wait_for(f"{folder}/third")
+    def call():
+        other_said[:] = tried(lambda: saved({"b": Described("F32", (1000,), None, None, None, fill)}, place))
+    if rank == 0:
+        thread = threading.Thread(target=call)
+        thread.start()
+        begun.wait()
+        threading.Timer(1.0, write, [folder, "third"]).start()
+    write(folder, f"second.{rank}")
+    job = first()
+    assert os.path.exists(f"{folder}/third")
+    said["first"] = tried(job.result) if other_said[0] is None else other_said
+elif kind == "called":
+    from penstock import _running
+    def call():
+        said["first"] = tried(lambda: saved({f"b{rank}": torch.ones(1000)}, place, group=dist.group.WORLD))
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not _running._targets:
+        time.sleep(0.005)
+    write(folder, f"second.{rank}")
+    if rank == 0:
+        saved({"b": torch.zeros(1000)}, place)
+        said["done"] = "first" in said
+    thread.join()
 else:
     job = first()
     dist.barrier()
@@ -108,8 +138,10 @@ dist.destroy_process_group()
     with placed(program, 2, model, place=str(tmp_path / "to"), kind=kind, given_storage=None) as ranks:
         said = ranks.all()
     assert [one["first"][0] for one in said] == [None, None], said
-    sums = {"alone": {"b": 0.0}, "alone, first": {"b0": 1000.0, "b1": 1000.0}}.get(kind, {"b0": 0.0, "b1": 0.0})
-    assert [one["sums"] for one in said] == [sums, sums]
+    own = {"b0": 1000.0, "b1": 1000.0}
+    sums = {"alone": {"b": 0.0}, "called": {"b": 0.0}, "alone, first": own, "called, first": own}
+    expected = sums.get(kind, {"b0": 0.0, "b1": 0.0})
+    assert [one["sums"] for one in said] == [expected, expected]
     assert all(one.get("done", True) for one in said), said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -46,6 +47,28 @@ class Ending(Protocol):
     def done(self) -> bool: ...
 
 
+class SaveTurn:
+    """One save of this process to the folder of a checkpoint, from when it has come until it is over."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._has_returned = False
+        self._save: RunningSave | None = None
+
+    def goes_on(self, save: RunningSave) -> None:
+        """The save goes on in the background after its call has returned."""
+        self._save = save
+        saves_to(self, self._target, of_ranks=False)
+
+    def returns(self) -> None:
+        """The call returns."""
+        self._has_returned = True
+
+    def done(self) -> bool:
+        """True if the save is over."""
+        return self._has_returned if self._save is None else self._save.done()
+
+
 class RunningSave(Protocol):
     """A save in the background: that of one process is the core's own."""
 
@@ -64,8 +87,11 @@ _begun: weakref.WeakKeyDictionary[_core.Load, _Begun] = weakref.WeakKeyDictionar
 _streams: weakref.WeakSet[_core.Load] = weakref.WeakSet()
 #: Saves in the background that somebody still has, with their places.
 _saves: weakref.WeakKeyDictionary[RunningSave, str] = weakref.WeakKeyDictionary()
-#: Saves in the background that are not over: their targets, and True for one of ranks. See `await_saves_to`.
-_targets: weakref.WeakKeyDictionary[Ending, tuple[Target, bool]] = weakref.WeakKeyDictionary()
+#: Saves that are not over: their targets, True for one of ranks, and the thread whose call they end in (0: they run in
+#: the background). See `turn_to` and `await_saves_to`.
+_targets: weakref.WeakKeyDictionary[Ending, tuple[Target, bool, int]] = weakref.WeakKeyDictionary()
+#: Held while a save looks for earlier ones, and takes its place behind them. A signal handler of the thread may save.
+_places = threading.RLock()
 #: Ranks that watch each other, with what they do in words.
 _watches: weakref.WeakKeyDictionary[object, str] = weakref.WeakKeyDictionary()
 #: Other work that is under way, by a number.
@@ -81,6 +107,8 @@ def _stop_fills() -> None:
 
 def _forget() -> None:
     """In a forked child: what is under way there is the parent's."""
+    global _places
+    _places = threading.RLock()
     _core.leave_cache_to_parent()
     for known in (_begun, _streams, _saves, _targets, _watches, _others):
         known.clear()
@@ -197,31 +225,57 @@ def saves(save: RunningSave, place: str) -> None:
     _saves[save] = place
 
 
-def saves_to(save: Ending, target: Target, *, of_ranks: bool) -> None:
-    """This save to the folder of a checkpoint runs in the background."""
-    _targets[save] = (target, of_ranks)
+def saves_to(save: Ending, target: Target, *, of_ranks: bool, thread: int = 0) -> None:
+    """This save to the folder of a checkpoint runs: in a call of ``thread``, or in the background."""
+    _targets[save] = (target, of_ranks, thread)
 
 
-def has_saves() -> bool:
-    """True if saves to folders of checkpoints may run in the background."""
-    return bool(_targets)
+def _earlier(target: Target, only_of_ranks: bool) -> list[weakref.ref[Ending]]:
+    """The saves to this target that run. Not those in whose call this thread is: they cannot end before."""
+    here = threading.get_ident()
+    return [
+        weakref.ref(save)
+        for save, (to, of_ranks, thread) in _still_there(_targets)
+        if to == target and (of_ranks or not only_of_ranks) and thread != here
+    ]
 
 
-def await_saves_to(target: Target, go_on: Callable[[], object], *, only_of_ranks: bool = False) -> None:
-    """Waits for the saves of this process to this target that run in the background: a later one would remove their
-    files before they are visible.
-
-    Args:
-        go_on: Called again and again meanwhile; it may raise.
-        only_of_ranks: Waits for saves of ranks only.
-    """
+def _await(saves: list[weakref.ref[Ending]], go_on: Callable[[], object]) -> None:
     # A job that is dropped meanwhile gives its save up: nothing here may keep it
-    earlier = [(target, True)] if only_of_ranks else [(target, True), (target, False)]
-    for save in [weakref.ref(save) for save, known in _still_there(_targets) if known in earlier]:
+    for save in saves:
         while (runs := save()) is not None and not runs.done():
             del runs
             go_on()
             time.sleep(_LOOK)
+
+
+def await_saves_to(target: Target, go_on: Callable[[], object]) -> None:
+    """Waits for the saves of this process to this target, in the background and in calls of other threads: a later one
+    would remove their files before they are visible.
+
+    Args:
+        go_on: Called again and again meanwhile; it may raise.
+    """
+    _await(_earlier(target, only_of_ranks=False), go_on)
+
+
+@contextmanager
+def turn_to(target: Target, *, only_of_ranks: bool) -> Iterator[SaveTurn]:
+    """The same for a save that is not of ranks; later ones wait for it. Saves of ranks may come in another order on
+    each rank, so one takes no place before all of its ranks have come.
+
+    Args:
+        only_of_ranks: Waits for saves of ranks only.
+    """
+    own = SaveTurn(target)
+    try:
+        with _places:
+            earlier = _earlier(target, only_of_ranks)
+            saves_to(own, target, of_ranks=False, thread=threading.get_ident())
+        _await(earlier, lambda: None)
+        yield own
+    finally:
+        own.returns()
 
 
 def watches(watch: object, what: str) -> None:

@@ -25,7 +25,7 @@ from ._paths import is_web, target_folder, target_path, without_secrets
 from ._progress import Meter, Progress
 from ._report import Report
 from ._save_job import SaveJob
-from ._saving import SaveRequest, await_ranks, await_save, begin, described, report_of, supply_all, target_of
+from ._saving import SaveRequest, await_save, begin, described, report_of, supply_all, taking_turn
 from ._unsaveable import check
 
 #: No shard is larger than a file can be.
@@ -55,8 +55,8 @@ def _write(request: SaveRequest, tensors: Mapping[str, Any], progress: Progress)
     with observe("save", request.shown) as seen:
         request.check()
         found = described(tensors)
-        await_ranks(request)
-        with _running.under_way(f"a save to {request.shown}"), Meter(progress, "save", seen) as meter:
+        what = f"a save to {request.shown}"
+        with taking_turn(request), _running.under_way(what), Meter(progress, "save", seen) as meter:
             save = begin(request, found)
             try:
                 await_save(save, list(found.items()), meter)
@@ -73,17 +73,17 @@ def _start(request: SaveRequest, tensors: Mapping[str, Any], snapshot: bool) -> 
     try:
         request.check()
         found = described(tensors)
-        await_ranks(request)
-        save = begin(request, found, snapshot=snapshot, ahead=True)
-        try:
-            supply_all(save, list(found.items()))
-            job = SaveJob(save, request.shown, len(found), request.fsync, seen)
-            if request.checkpoint:
-                _running.saves_to(save, target_of(request, request.check()), of_ranks=False)
-            return job
-        except BaseException:
-            save.close()
-            raise
+        with taking_turn(request) as turn:
+            save = begin(request, found, snapshot=snapshot, ahead=True)
+            try:
+                supply_all(save, list(found.items()))
+                job = SaveJob(save, request.shown, len(found), request.fsync, seen, turn)
+                if turn is not None:
+                    turn.goes_on(save)
+                return job
+            except BaseException:
+                save.close()
+                raise
     except BaseException as error:
         seen.end(error)
         raise
@@ -299,7 +299,8 @@ def save(
             once, under the first of their names that the module does not tie to another; the metadata says which names
             are left out, and has "format": "pt". Views of other tensors are saved as tensors of their own.
         directory: The folder. It is made if it does not exist. Shards and indexes of an earlier save are removed after
-            the new files have their names, except files that somebody has changed since.
+            the new files have their names, except files that somebody has changed since. The call waits for other saves
+            of this process to the folder. If another program saves there meanwhile, this save is a ``ChangedError``.
         max_shard_size: The most bytes of tensors in one file, as a number or a text such as "5GB" or "4.5GiB". None is
             no limit. A tensor that is larger gets a file of its own.
         name: The name of the file. The names of shards are made from it.

@@ -23,9 +23,18 @@ class SaveJob:
     every method raises `ForkedError`.
     """
 
-    def __init__(self, save: _running.RunningSave, place: str, tensors: int, fsync: bool, seen: Seen) -> None:
+    def __init__(
+        self,
+        save: _running.RunningSave,
+        place: str,
+        tensors: int,
+        fsync: bool,
+        seen: Seen,
+        turn: _running.SaveTurn | None = None,
+    ) -> None:
         self._owner = os.getpid()
         self._save, self._place = save, place
+        self._turn = turn  # later saves to the place wait for it, as long as somebody has this job
         self._tensors, self._fsync = tensors, fsync
         self._cancelled: CancelledError | None = None
         self._copied = False

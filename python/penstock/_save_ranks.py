@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,7 +174,7 @@ def start(ask: Ask, group: Any, snapshot: bool) -> SaveJob:
                 leaving.enter_context(share)
                 del tensors, local
                 share.gather()
-                ranks.go_apart(target_of(request, options))
+                ranks.go_apart(share.target)
                 return SaveJob(_finished_apart(share, ranks, leaving), request.shown, share.count, request.fsync, seen)
             except BaseException as error:
                 seen.end(error)
@@ -213,6 +214,7 @@ class _RankSave:
     ) -> None:
         """``snapshot``: copy all tensors first; None: the caller waits until the save is done."""
         self._request, self._options, self._local = request, options, local
+        self.target = target_of(request, options)
         self._ranks, self._rank, self._group, self._meter = ranks, ranks.rank, group, meter
         self._is_job, self._snapshot = snapshot is not None, bool(snapshot)
         self._pace = _SELDOM if self._is_job else LOOK
@@ -246,6 +248,7 @@ class _RankSave:
     def gather(self) -> None:
         """Agrees with the other ranks, and brings all tensors to their owners. No message is sent after that."""
         self._plan = plan = self._agreed()
+        _running.saves_to(self._ranks, self.target, of_ranks=True, thread=threading.get_ident())
         self._gather(plan)
         self._end_messages()
         if self._is_job:  # its thread shall keep none of them
@@ -292,7 +295,7 @@ class _RankSave:
     def _agreed(self) -> Plan:
         """The plan of all ranks. This rank's save has begun."""
         # Also one of another group: rank 0 begins when all have said what they have
-        _running.await_saves_to(target_of(self._request, self._options), self._ranks.look)
+        _running.await_saves_to(self.target, self._ranks.look)
         known = [one for one in self._local.values() if one.had is not None]
         # They take memory until they are written, as those that are gathered
         late = [number for number, one in enumerate(known) if self._snapshot or one.described.address is None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from . import _core, _running
@@ -11,7 +12,7 @@ from ._choices import LAYOUTS, ORDERS, Layout, Order, Storage, check_choice
 from ._core import Options
 from ._described import Described
 from ._describing import checked_metadata, describe, fill, synchronize
-from ._errors import ArgumentTypeError, InvalidError, OutOfMemoryError
+from ._errors import ArgumentTypeError, InvalidError, LimitError, OutOfMemoryError
 from ._late_imports import importing
 from ._options import make_options
 from ._paths import is_web, without_secrets
@@ -61,14 +62,23 @@ def target_of(request: SaveRequest, options: Options) -> _running.Target:
         return folder.rstrip("/"), name
     with importing():
         from ._patience import patiently
+    try:
+        return patiently(lambda: os.path.realpath(folder), options.stall_timeout, folder), name
+    except LimitError:  # from Python 3.12 on no thread can be started while the interpreter ends, and it may save then
+        return os.path.realpath(folder), name
 
-    return patiently(lambda: os.path.realpath(folder), options.stall_timeout, folder), name
 
-
-def await_ranks(request: SaveRequest, go_on: Callable[[], object] = lambda: None) -> None:
-    """Waits for the saves of ranks to the same target that run in the background of this process."""
-    if request.checkpoint and _running.has_saves():
-        _running.await_saves_to(target_of(request, request.check()), go_on, only_of_ranks=True)
+@contextmanager
+def taking_turn(request: SaveRequest) -> Iterator[_running.SaveTurn | None]:
+    """Waits for the earlier saves of this process that are in the way of this one. Later ones wait for it. None: a
+    single file is in nobody's way.
+    """
+    if not request.checkpoint:
+        yield None
+        return
+    # The server tells two saves to one address apart: the later one fails
+    with _running.turn_to(target_of(request, request.check()), only_of_ranks=is_web(request.folder)) as turn:
+        yield turn
 
 
 def described(tensors: Mapping[str, Any]) -> dict[str, Described]:
