@@ -214,7 +214,7 @@ class _RankSave:
     ) -> None:
         """``snapshot``: copy all tensors first; None: the caller waits until the save is done."""
         self._request, self._options, self._local = request, options, local
-        self.target = target_of(request, options)
+        self.target = target_of(request)
         self._ranks, self._rank, self._group, self._meter = ranks, ranks.rank, group, meter
         self._is_job, self._snapshot = snapshot is not None, bool(snapshot)
         self._pace = _SELDOM if self._is_job else LOOK

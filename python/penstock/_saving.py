@@ -12,8 +12,7 @@ from ._choices import LAYOUTS, ORDERS, Layout, Order, Storage, check_choice
 from ._core import Options
 from ._described import Described
 from ._describing import checked_metadata, describe, fill, synchronize
-from ._errors import ArgumentTypeError, InvalidError, LimitError, OutOfMemoryError
-from ._late_imports import importing
+from ._errors import ArgumentTypeError, InvalidError, OutOfMemoryError
 from ._options import make_options
 from ._paths import is_web, without_secrets
 from ._progress import INTERVAL, Meter
@@ -55,17 +54,13 @@ class SaveRequest(NamedTuple):
         return make_options(self.options)
 
 
-def target_of(request: SaveRequest, options: Options) -> _running.Target:
+def target_of(request: SaveRequest) -> _running.Target:
     """The target of a save to the folder of a checkpoint, however the folder is spelled."""
     folder, name = request.folder, request.name.removesuffix(".safetensors")
     if is_web(folder):
         return folder.rstrip("/"), name
-    with importing():
-        from ._patience import patiently
-    try:
-        return patiently(lambda: os.path.realpath(folder), options.stall_timeout, folder), name
-    except LimitError:  # from Python 3.12 on no thread can be started while the interpreter ends, and it may save then
-        return os.path.realpath(folder), name
+    # On this thread, where the core makes the files too: a program that ends, or has left its user, has no other
+    return os.path.realpath(folder), name
 
 
 @contextmanager
@@ -77,7 +72,7 @@ def taking_turn(request: SaveRequest) -> Iterator[_running.SaveTurn | None]:
         yield None
         return
     # The server tells two saves to one address apart: the later one fails
-    with _running.turn_to(target_of(request, request.check()), only_of_ranks=is_web(request.folder)) as turn:
+    with _running.turn_to(target_of(request), only_of_ranks=is_web(request.folder)) as turn:
         yield turn
 
 
