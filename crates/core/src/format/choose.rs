@@ -19,6 +19,9 @@ const PEFT: &str = "adapter_model";
 const CONSOLIDATED: &str = "consolidated";
 /// How many names of missing shards are found at most.
 const MOST_MISSING: usize = 10_000;
+/// The file that a save makes before it gives its shards their names, and removes when their index is there. A save that is killed
+/// in between leaves it: shards without an index may then be of two saves.
+pub(crate) const UNFINISHED: &str = ".penstock-unfinished";
 /// Names whose dotted parts are variants, never modules of a model.
 const WRITERS: [&str; 5] = [DIFFUSERS, PEFT, CONSOLIDATED, "pytorch_model", "pytorch_lora_weights"];
 
@@ -262,7 +265,16 @@ pub(super) fn choose(
     let variant = asked.variant.as_deref();
     let found: Vec<Candidate<'_>> =
         ordered.iter().filter_map(|(name, text)| candidate(name, text, &known, variant)).collect();
-    let chosen = |open| Ok(ChosenNames { open, only_variant: None });
+    let is_unfinished = names.iter().any(|name| name == UNFINISHED);
+    let is_shard = |name: &&OsString| found.iter().any(|c| c.numbered && c.name == *name);
+    let whole = |open| match &open {
+        ToOpen::Files(files) if is_unfinished && files.iter().any(|name| is_shard(&name)) => {
+            let shards: Vec<_> = files.iter().filter(is_shard).collect();
+            Err(unfinished(place, &shards[0].to_string_lossy(), shards.len()))
+        }
+        _ => Ok(open),
+    };
+    let chosen = |open| Ok(ChosenNames { open: whole(open)?, only_variant: None });
     let having = |variant: Option<&str>| found.iter().filter(|c| c.variant.as_deref() == variant).collect::<Vec<_>>();
     if let Some(open) = pick_all(place, &having(variant))? {
         return chosen(open);
@@ -280,7 +292,7 @@ pub(super) fn choose(
     match sets[..] {
         [] => Err(nothing_in(place, &ordered.iter().map(|n| &*n.1).collect::<Vec<_>>(), hidden)),
         [(_, variant)] => match pick_all(place, &having(Some(variant)))? {
-            Some(open) => Ok(ChosenNames { open, only_variant: Some(variant.to_owned()) }),
+            Some(open) => Ok(ChosenNames { open: whole(open)?, only_variant: Some(variant.to_owned()) }),
             None => Err(no_variant(place, variant, &found)),
         },
         _ => {
@@ -352,9 +364,27 @@ fn no_variant(place: &Location, variant: &str, found: &[Candidate<'_>]) -> Error
     Error::new(ErrorKind::NotFound, text).at(place)
 }
 
+/// The error for a directory with shards of a save that was killed before its index was there.
+fn unfinished(place: &Location, first: &str, count: usize) -> Error {
+    let text = format!(
+        "no index names {first}{}: a save to this directory has not ended, or was ended before its index was there. The shards may be \
+         of two saves. Save again; to read them all the same, give the files",
+        and_more(count)
+    );
+    Error::new(ErrorKind::NotFound, text).at(place)
+}
+
+fn and_more(count: usize) -> String {
+    if count > 1 {
+        format!(" and {} more", count - 1)
+    } else {
+        String::new()
+    }
+}
+
 /// The error for a directory whose safetensors files are all shards that only an index brings.
 fn no_index(place: &Location, first: &str, count: usize) -> Error {
-    let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
+    let more = and_more(count);
     let text = format!(
         "no index names {first}{more}: the save that writes them has not ended, or was given up before its index was there. \
          Such shards may be a part of a checkpoint; to read them all the same, give the files"
@@ -671,6 +701,26 @@ mod tests {
             ("s01234abc-00001-of-00001.safetensors".to_owned(), "s01234abc-00001-of-00001.safetensors"),
         ] {
             assert_eq!(opened(&names, None).unwrap().0, expected, "{names}");
+        }
+    }
+
+    #[test]
+    fn shards_that_a_save_has_left_in_the_middle_are_opened_by_their_index_only() {
+        for names in [SHARDS.to_owned(), format!("{SHARDS} config.json"), "a-00001-of-00001.safetensors".to_owned()] {
+            assert!(opened(&names, None).is_ok(), "{names}");
+            let e = opened(&format!("{names} {UNFINISHED}"), None).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::NotFound);
+            assert!(e.message().starts_with("no index names ") && e.message().contains("of two saves"), "{e}");
+        }
+        let variant = "model.fp16-00001-of-00002.safetensors model.fp16-00002-of-00002.safetensors";
+        for asked in [None, Some("fp16")] {
+            assert!(opened(variant, asked).is_ok());
+            assert!(opened(&format!("{variant} {UNFINISHED}"), asked).unwrap_err().message().contains("and 1 more"));
+        }
+        for (names, expected) in
+            [(format!("{SHARDS} {INDEX}"), INDEX), (format!("{SHARDS} model.safetensors"), "model.safetensors")]
+        {
+            assert_eq!(opened(&format!("{names} {UNFINISHED}"), None).unwrap().0, expected);
         }
     }
 

@@ -19,8 +19,8 @@ mod small_files;
 
 pub(crate) use checkpoint::layer;
 pub use checkpoint::{Checkpoint, ShardFile, TensorInfo};
-pub(crate) use choose::is_tag;
 pub use choose::FolderRequest;
+pub(crate) use choose::{is_tag, UNFINISHED};
 pub use discover::to_open;
 pub use dtype::DType;
 pub(crate) use header::quoted;

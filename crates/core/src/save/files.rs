@@ -10,12 +10,14 @@ use super::shared::{leaving_earlier, SaveReport, SaveShared};
 use super::target::{SaveTarget, Written};
 use crate::error::{Error, ErrorKind, Result};
 use crate::fallback::Fallback;
+use crate::format::UNFINISHED;
 use crate::options::PAGE;
 use crate::sync::{lock, Mutex};
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io;
 use std::os::fd::RawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -149,19 +151,28 @@ impl FilesTarget {
     /// Gives the files their names, the index last.
     fn publish(&self, shared: &SaveShared, outputs: &mut [Output]) -> Result<()> {
         let index = outputs.last().filter(|last| self.index.is_some() && !last.is_in_place()).map(|last| &last.path);
+        let mut mark = None;
         if let Some(path) = index.filter(|_| !self.is_share) {
             given_up(shared)?;
-            // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not
-            // call them one checkpoint.
+            // Shards of an earlier save are replaced one by one. While some of them are still there, its index must not call
+            // them one checkpoint, and no reader may take them for one.
+            let made = mark.insert(UnfinishedMark::make(path)?);
             if let Err(cause) = std::fs::remove_file(path) {
                 if cause.kind() != io::ErrorKind::NotFound {
+                    made.remove();
                     return Err(Error::write("remove the earlier index", &cause).at(path));
                 }
             }
         }
         // From now on it may be visible: an owner that gives the save up sees that, or we see that it has.
         self.is_visible.store(true, Ordering::SeqCst);
-        let named = given_up(shared).and_then(|()| outputs.iter_mut().try_for_each(|output| output.publish(self.sync)));
+        let mut have_names = 0;
+        let named = given_up(shared).and_then(|()| {
+            outputs.iter_mut().try_for_each(|output| output.publish(self.sync).inspect(|()| have_names += 1))
+        });
+        if let Some(mark) = mark.filter(|_| named.is_ok() || have_names == 0) {
+            mark.remove();
+        }
         named.inspect_err(|_| self.is_visible.store(false, Ordering::SeqCst))?;
         if self.sync {
             let mut folders: BTreeSet<&Path> = outputs.iter().map(Output::folder).collect();
@@ -307,6 +318,24 @@ impl SaveTarget for FilesTarget {
 
     fn uses_disk(&self) -> bool {
         true
+    }
+}
+
+/// The file in a folder that says that its shards have no index yet. It stays if the save ends in between.
+struct UnfinishedMark(PathBuf);
+
+impl UnfinishedMark {
+    fn make(index: &Path) -> Result<UnfinishedMark> {
+        let path = index.with_file_name(UNFINISHED);
+        let mut options = std::fs::OpenOptions::new();
+        let made = options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW).open(&path);
+        made.map_err(|cause| Error::write("make the mark of an unfinished save", &cause).at(&path))?;
+        Ok(UnfinishedMark(path))
+    }
+
+    /// Where the index is there, a mark that stays means nothing.
+    fn remove(self) {
+        let _left_behind = std::fs::remove_file(self.0);
     }
 }
 
