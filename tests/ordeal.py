@@ -124,10 +124,10 @@ def same(tensors: dict[str, Any], of: str | os.PathLike[str] | dict[str, bytes])
 def threads(patience: float = 0.5, fills: bool = False) -> list[str]:
     """Names of the threads of this process that belong to a load.
 
-    One that was joined may be listed a moment longer: waits.
+    One that was joined may be listed a moment longer, on a busy machine for seconds: waits.
     The thread that fills the page cache after a load belongs to none; ``fills`` lists it too.
     """
-    until = time.monotonic() + patience
+    until = time.monotonic() + patience * load_factor()
     while (found := [n for n in _threads() if fills or n != "penstock-fill"]) and time.monotonic() < until:
         time.sleep(0.001)
     return found

@@ -639,9 +639,7 @@ def test_a_flipped_byte_is_found_by_disk_cache_verify_alone(served, model, folde
 def test_files_that_are_not_whole_are_replaced(served, model, folder, how):
     load(opened(served, model, folder))
     # Threads of the cache have it open for a moment longer
-    limit = time.monotonic() + 20
-    while locks(folder) and time.monotonic() < limit:
-        time.sleep(0.01)
+    until(lambda: not locks(folder))
     [data], [map_file] = files(folder, ".data"), files(folder, ".map")
     if how in ("map", "data"):
         (map_file if how == "map" else data).unlink()

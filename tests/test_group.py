@@ -10,6 +10,7 @@ from pathlib import Path
 import penstock
 import pytest
 import torch
+from ordeal import load_factor
 from ranks_together import until_stopped
 from safetensors.torch import save_file
 
@@ -168,7 +169,7 @@ def test_a_rank_that_does_not_come_is_named(together, model):
         for rank in (0, 2):
             said = ranks.said(rank)
             assert said["peer"] == 1 and "rank 1 of 3 did not come" in said["text"]
-            assert said["seconds"] < 10
+            assert said["seconds"] < 10 * load_factor()
 
 
 @pytest.fixture(scope="module")

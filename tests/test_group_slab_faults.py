@@ -325,7 +325,8 @@ def test_a_rank_that_is_killed_or_stopped_while_slabs_are_lent_is_named_and_nobo
             assert "peer" in late["fault"] and late["fault"]["wrong"] == [], late["fault"]
             assert late["alone"].get("same") == TENSORS, late["alone"]
             assert late["left"][0] == late["left"][1] and late["left"][1][1:] == [0, 0], late["left"]
-        assert not list(Path("/dev/shm").glob("*penstock*"))
+        # Other tests have folders there
+        assert not [path for path in Path("/dev/shm").glob("*penstock*") if path.is_file()]
 
 
 #: A rank's copy out of another rank's slab ends only when the others have loaded again, several times.

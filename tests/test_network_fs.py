@@ -431,7 +431,7 @@ def test_reads_that_hang_end_a_verify(fs, remote):
     began = time.monotonic()
     with pytest.raises(penstock.StalledError, match=r"has not answered for 1\.0 s") as e:
         checkpoint.verify(progress=False, stall_timeout=1.0)
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 20.0 * load_factor()
     assert e.value.path == str(remote)
     fs.tell(hang=[])
     soon(lambda: not [t for t in threading.enumerate() if t.name.startswith("penstock-hash")])

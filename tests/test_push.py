@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -27,7 +26,7 @@ from penstock._options import make_options
 from penstock._push import _TAGGED, clear_bucket, push
 from s3_server import KEYS, error, serving
 from test_uploads import INDEX, PLACE, TRIAL, load, same, settings, shards, tensors, visible
-from upload_server import Parts, Uploads
+from upload_server import Parts, Uploads, carried_out
 
 Command = Callable[..., Any]
 CONFIG = b'{"model_type": "x"}'
@@ -516,12 +515,11 @@ class Killed:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
         self.go_on()
+        carried_out(self._bucket)
 
     def go_on(self) -> None:
         self._bucket.refuses = lambda *_: None
         self._goes_on.set()
-        while self._bucket.at_once:
-            time.sleep(0.01)
 
     def end(self) -> None:
         self.go_on()

@@ -13,11 +13,12 @@ import penstock
 import pytest
 import torch
 from conftest import raw
+from ordeal import load_factor
 from s3_server import error, serving
 from safetensors.torch import load_file, save_file
 from test_into_dtensors import MODEL, write_model
 from test_uploads import INDEX, PLACE, load, states, visible
-from upload_server import Uploads, settings
+from upload_server import Uploads, carried_out, settings
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -216,7 +217,7 @@ def test_what_ranks_mean_differently_is_an_error_on_all_of_them(
     for what in ("name", "size", "job"):
         assert said[1][what][0] == "InvalidError", said[1][what]
         assert said[0][what][0] == "PeerError" and "cannot save: InvalidError" in said[0][what][1]
-        assert said[0][what + " seconds"] < 20
+        assert said[0][what + " seconds"] < 20 * load_factor()
     assert "PeerError" in [one["local"][0] for one in said] and "InvalidError" in [one["local"][0] for one in said]
     assert not bucket.objects and not bucket.under_way
 
@@ -296,12 +297,14 @@ def test_a_rank_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(
         ranks.ended(number)
         was_killed = not (ranks.folder / f"said.{number}").exists()
         said = {rank: ranks.said(rank) for rank in range(size) if not was_killed or rank != number}
+    carried_out(bucket)
     bucket.refuses = lambda *_: None
     new = visible(bucket.objects)
     assert all(state in (old, new) for state in states(bucket, before))
     assert all(one.get("error") in (None, "PeerError") for one in said.values()), said
     if new == old:
-        assert was_killed and all("error" in one and one["seconds"] < 20 for one in said.values()), said
+        assert was_killed and all("error" in one for one in said.values()), said
+        assert all(one["seconds"] < 20 * load_factor() for one in said.values()), said
         assert all(one["rank"] in (number, None) for one in said.values()), said
         strays = {Path(key).name for key in bucket.objects if key not in before}
         assert all(strays.isdisjoint(one.get("mine", [])) for one in said.values()), (
@@ -347,7 +350,7 @@ began =""",
         said = ranks.all()
     assert "on purpose" in said[rank]["text"] and said[rank]["error"] != "PeerError"
     assert said[1 - rank]["error"] == "PeerError" and said[1 - rank]["rank"] == rank
-    assert "on purpose" in said[1 - rank]["text"] and said[1 - rank]["seconds"] < 20
+    assert "on purpose" in said[1 - rank]["text"] and said[1 - rank]["seconds"] < 20 * load_factor()
     assert bucket.objects == before and not bucket.under_way
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
@@ -375,7 +378,7 @@ began =""",
     with placed(program, 2, model, place=str(folder), given_storage=None) as ranks:
         ranks.ended(rank)
         other = ranks.said(1 - rank)
-    assert other["error"] == "PeerError" and other["rank"] == rank and other["seconds"] < 20
+    assert other["error"] == "PeerError" and other["rank"] == rank and other["seconds"] < 20 * load_factor()
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert {name: after[name] for name in before} == before
     strays = after.keys() - before.keys()

@@ -8,18 +8,16 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
-import ordeal
 import penstock
 import pytest
 import safetensors.numpy
 from s3_server import serving
 from test_uploads import PLACE, load, same, settings, states, tensors, visible
-from upload_server import Uploads
+from upload_server import Uploads, carried_out
 
 #: A save in a process of its own, of the tensors of `tensors(2, 6, 700_000)`: shards of them if it is told so.
 SAVE = """
@@ -69,15 +67,6 @@ class Killing(Uploads):
         if is_it:
             self.kill()
         return body
-
-
-def carried_out(others: set[threading.Thread]) -> None:
-    """Waits until every request of a client that is dead is carried out: its connections are closed by then. `others`:
-    threads of servers of other tests."""
-    until = time.monotonic() + 20 * ordeal.load_factor()
-    while any("process_request_thread" in thread.name for thread in set(threading.enumerate()) - others):
-        assert time.monotonic() < until, "a connection stays"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +121,12 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(
     dice = random.Random(number)
     (old, new), count = list(requests.items())[number % 4]
     moment = ("in its body", "before it is carried out", "after it is carried out")[dice.randrange(3)]
-    others = set(threading.enumerate())
     before = prepared(bucket, old)
     client = start(bucket, new)
     bucket.arm(client, dice.randrange(count), moment, dice.random())
     errors = client.communicate()[1].decode()
     assert client.returncode == -9, f"it was not killed, and ended with {client.returncode}: {errors}"
-    carried_out(others)
+    carried_out(bucket)
     bucket.number = -1
     was = visible(before)
     for state in states(bucket, before):

@@ -107,7 +107,7 @@ fn alone() -> std::sync::MutexGuard<'static, ()> {
 
 /// A thread that has been joined may be listed a moment longer, on a busy machine for seconds.
 fn none_left(prefix: &str) {
-    let until = Instant::now() + Duration::from_secs(10);
+    let until = Instant::now() + Duration::from_secs(20);
     while threads(prefix) > 0 {
         assert!(Instant::now() < until, "{} threads {prefix} still run", threads(prefix));
         std::thread::sleep(Duration::from_millis(1));

@@ -33,6 +33,8 @@ pub(super) struct CachedFile {
     room: AtomicU64,
     /// There is no more room for it.
     full: AtomicBool,
+    /// Another process has been evicting for longer than it was waited for.
+    others_evict: AtomicBool,
     /// Written and not synced.
     pub(super) unsynced: AtomicU64,
     /// Writes in the queue.
@@ -58,6 +60,7 @@ impl CachedFile {
             offered: AtomicBool::new(false),
             room: AtomicU64::new(0),
             full: AtomicBool::new(false),
+            others_evict: AtomicBool::new(false),
             unsynced: AtomicU64::new(0),
             writes: AtomicUsize::new(0),
             sources: AtomicUsize::new(0),
@@ -109,8 +112,13 @@ impl CachedFile {
             return Ok(());
         }
         let all = self.entry.size().div_ceil(BLOCK) * BLOCK;
+        let wait = !self.others_evict.load(Ordering::Relaxed);
         for bytes in [ROOM.min(all), BLOCK] {
-            if self.folder.make_room(bytes)? {
+            let made = self.folder.make_room_beside(bytes, wait);
+            let others_evict = made.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout);
+            // It is waited for once. Later blocks are dropped without a wait, until it has ended: it may be stopped.
+            self.others_evict.store(others_evict, Ordering::Relaxed);
+            if made? {
                 self.room.fetch_add(bytes - BLOCK, Ordering::Relaxed);
                 return Ok(());
             }
@@ -143,9 +151,11 @@ impl CachedFile {
 
     /// Writes a block, which ends its claim.
     pub(super) fn write(&self, block: u32, bytes: &[u8]) -> Result<()> {
-        let written = self.make_room().and_then(|()| self.to_write()).and_then(|entry| entry.write(block, bytes));
-        // A disk that is full, or fails, is not tried again for this object. Descriptors may be free at the next block.
-        if written.as_ref().is_err_and(|e| !lacks_descriptors(e)) {
+        let room = self.make_room();
+        let others_evict = room.as_ref().is_err_and(|e| e.kind() == ErrorKind::Timeout);
+        let written = room.and_then(|()| self.to_write()).and_then(|entry| entry.write(block, bytes));
+        // A disk that is full, or fails, is not tried again for this object. At the next block descriptors may be free, or room.
+        if written.as_ref().is_err_and(|e| !lacks_descriptors(e)) && !others_evict {
             self.full.store(true, Ordering::Relaxed);
         }
         self.entry.release(block);

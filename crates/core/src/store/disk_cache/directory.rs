@@ -2,6 +2,7 @@
 //! opened has an owner and a mode that the cache takes.
 
 use super::access::Access;
+use super::map::random;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, CString};
 use std::fs::{File, Metadata};
@@ -66,13 +67,7 @@ impl Directory {
     }
 
     fn make_folder(&self, name: &str) -> io::Result<()> {
-        let (text, mode) = (CString::new(name)?, self.access.folder_mode());
-        // SAFETY: a string that ends with a zero.
-        if unsafe { libc::mkdirat(self.file.as_raw_fd(), text.as_ptr(), mode & 0o777) } != 0 {
-            let cause = io::Error::last_os_error();
-            return if cause.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(cause) };
-        }
-        self.give(&self.raw(name, libc::O_RDONLY | libc::O_DIRECTORY, 0)?, mode)
+        make_folder(&self.file, name.as_bytes(), |folder| self.give(folder, self.access.folder_mode()))
     }
 
     /// A file in it, checked, and whether it may be written; `None`: it is not there. With `write` it is opened for that if
@@ -182,6 +177,48 @@ impl Directory {
         let again = open_at(self.file.as_raw_fd(), c".", libc::O_RDONLY | libc::O_DIRECTORY, 0).map_err(failed)?;
         list(again).map_err(failed)
     }
+}
+
+/// Makes a folder, unless it is there. `give` gives it its mode and its group before it has its name: others may open it
+/// from then on, and refuse one that is not the cache's.
+pub(super) fn make_folder(within: &File, name: &[u8], give: impl Fn(&File) -> io::Result<()>) -> io::Result<()> {
+    let (fd, flags) = (within.as_raw_fd(), libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW);
+    let part = CString::new([name, format!(".{:08x}{PART}", random()).as_bytes()].concat())?;
+    let name = CString::new(name)?;
+    // SAFETY: a string that ends with a zero.
+    let make = |name: &CStr| checked(unsafe { libc::mkdirat(fd, name.as_ptr(), 0o700) });
+    let give_to = |name: &CStr| give(&open_at(fd, name, flags, 0)?);
+    make(&part)?;
+    let named = give_to(&part).and_then(|()| {
+        // SAFETY: two strings that end with a zero.
+        checked(unsafe { libc::renameat2(fd, part.as_ptr(), fd, name.as_ptr(), libc::RENAME_NOREPLACE) })
+    });
+    if named.is_err() {
+        // SAFETY: a string that ends with a zero.
+        let _left_behind = unsafe { libc::unlinkat(fd, part.as_ptr(), libc::AT_REMOVEDIR) };
+    }
+    match named {
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        // Some file systems have no such rename: ZFS before 2.2.
+        Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::ENOSYS)) => match make(&name) {
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+            made => made.and_then(|()| give_to(&name)),
+        },
+        named => named,
+    }
+}
+
+/// The error of a system call that failed.
+fn checked(result: libc::c_int) -> io::Result<()> {
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// The name of a file or folder that is being made under this one.
+pub(super) fn made_as(name: &str) -> &str {
+    name.strip_suffix(PART).map_or(name, |part| part.split('.').next().unwrap_or(part))
 }
 
 /// The error of a file or folder that the cache does not take.

@@ -2,10 +2,10 @@
 
 use super::access::Access;
 use super::beats::{Beats, BEATS};
-use super::directory::{refused, set_mode, Directory, PART};
+use super::directory::{made_as, make_folder, refused, set_mode, Directory, PART};
 use super::entry::{data_name, map_name, CacheEntry, OpenedEntry};
 use super::key::{lock_byte, object_id, CacheKey};
-use super::lock::{held, retried, ByteLock, PATIENCE};
+use super::lock::{held, retried, retried_for, ByteLock, PATIENCE};
 use super::map::{MapHeader, FORMAT};
 use super::open_locks::{open_byte, OpenLocks, EVICTING};
 use crate::error::{Error, ErrorKind, Result};
@@ -14,15 +14,18 @@ use serde_json::{json, Value};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// The file that says that a folder is a cache, and in which format.
 pub(super) const MARKER: &str = "penstock-disk-cache";
 /// Its first line, before the number of the format.
 const MARKED: &str = "penstock disk cache, format ";
+/// Longest wait for another process that makes the marker. Without it the load fails, and a busy disk may take seconds for it.
+const MARKING: Duration = Duration::from_secs(10);
 /// The byte of the marker whose holder makes the file of beats: the last one.
 const MAKING_BEATS: u64 = (1 << 63) - 2;
 /// The folder of entries.
@@ -64,6 +67,14 @@ pub struct CacheFolder {
     locks: Option<Arc<OpenLocks>>,
     /// Beats of the processes that use it; `None`: it has no such file.
     pub(super) beats: Option<Beats>,
+}
+
+/// The end of a wait for the lock under which something is made.
+enum MakingTurn<T> {
+    /// Another process has made it, and may have the lock still.
+    Found(T),
+    /// This process is to make it.
+    Ours(ByteLock),
 }
 
 impl CacheFolder {
@@ -128,7 +139,11 @@ impl CacheFolder {
         if found.is_some() || !self.writable {
             return Ok(found);
         }
-        let Some(_making) = self.hold_byte(MAKING_BEATS, true)? else { return Ok(None) };
+        let _making = match self.turn(MAKING_BEATS, || Beats::open(&self.root, true))? {
+            Some(MakingTurn::Found(beats)) => return Ok(Some(beats)),
+            Some(MakingTurn::Ours(lock)) => lock,
+            None => return Ok(None),
+        };
         if let Some(made) = Beats::open(&self.root, true)? {
             return Ok(Some(made));
         }
@@ -206,29 +221,42 @@ impl CacheFolder {
         let path = || self.root.path().join(OBJECTS).join(&id[..2]).join(map_name(&id));
         let folder = self.below(OBJECTS, &id, self.writable)?.filter(|_| self.writable);
         let folder = folder.ok_or_else(|| refused("the cache is read-only, and has no such object").at(path()))?;
-        let _making = self.hold(&id)?.ok_or_else(|| {
-            let stopped = format!("another process has been making it for {} s", PATIENCE.as_secs());
-            Error::new(ErrorKind::Timeout, stopped).at(path())
-        })?;
-        let why = match self.opened(&folder, &id, true)? {
-            OpenedEntry::Entry(entry) if is_of(&entry, key, version, size) => return Ok(Arc::from(entry)),
+        // An entry that is looked for is open for a moment, and its maker could not replace it.
+        let find = || match folder.open(&map_name(&id), false)? {
+            Some(_) => self.find(key, version, size),
+            None => Ok(None),
+        };
+        let stopped = || format!("another process has been making it for {} s", PATIENCE.as_secs());
+        match self.turn(lock_byte(&id), find)? {
+            Some(MakingTurn::Found(entry)) => Ok(entry),
+            Some(MakingTurn::Ours(_making)) => {
+                let (address, version, made) = (key.shown.clone(), version.to_owned(), SystemTime::now());
+                let header = MapHeader { key: key.hash, size, address, version, made };
+                self.made(&folder, &id, &header).map_err(|e| e.at(path()))
+            }
+            None => Err(Error::new(ErrorKind::Timeout, stopped()).at(path())),
+        }
+    }
+
+    /// The entry of this name and header, opened, and made if it is not there. The caller holds its lock of making.
+    fn made(&self, folder: &Directory, id: &str, header: &MapHeader) -> Result<Arc<CacheEntry>> {
+        let is_it =
+            |found: &MapHeader| (found.key, &found.version, found.size) == (header.key, &header.version, header.size);
+        let why = match self.opened(folder, id, true)? {
+            OpenedEntry::Entry(entry) if is_it(entry.header()) => return Ok(Arc::from(entry)),
             OpenedEntry::Entry(_) => "it is of another object".to_owned(),
             OpenedEntry::Leftover(why) => why,
             OpenedEntry::Nothing => "it has no map".to_owned(),
         };
-        // Whoever looks for it has it open for a moment.
-        if retried(|| Ok::<_, Error>(self.remove(&folder, &id)?.then_some(())))?.is_none() {
-            return Err(refused(&format!("{why}, and another process has it open")).at(path()));
+        // A process that looks for it has it open for a moment.
+        if retried(|| Ok::<_, Error>(self.remove(folder, id)?.then_some(())))?.is_none() {
+            return Err(refused(&format!("{why}, and another process has it open")));
         }
-        let (address, version) = (key.shown.clone(), version.to_owned());
-        CacheEntry::make(&folder, &id, &MapHeader { key: key.hash, size, address, version, made: SystemTime::now() })?;
+        CacheEntry::make(folder, id, header)?;
         // Eviction takes the lock of making too: it cannot have removed the entry.
-        match self.opened(&folder, &id, true)? {
+        match self.opened(folder, id, true)? {
             OpenedEntry::Entry(entry) => Ok(Arc::from(entry)),
-            other => {
-                Err(Error::new(ErrorKind::Internal, format!("a new entry of the disk cache is gone: {other:?}"))
-                    .at(path()))
-            }
+            other => Err(Error::new(ErrorKind::Internal, format!("a new entry of the disk cache is gone: {other:?}"))),
         }
     }
 
@@ -254,10 +282,14 @@ impl CacheFolder {
 
     /// Removes the files of an entry, and their leftovers; false: somebody has it open. The caller holds its lock of making.
     pub(super) fn remove(&self, folder: &Directory, id: &str) -> Result<bool> {
-        let Some(_closed) = self.hold_byte(open_byte(id), false)? else { return Ok(false) };
         let (data, map) = (data_name(id), map_name(id));
         let failed = |e: io::Error| Error::write("remove", &e).at(folder.path().join(&map));
-        if folder.remove(&map).map_err(failed)? {
+        let had_map = {
+            let Some(_closed) = self.hold_byte(open_byte(id), false)? else { return Ok(false) };
+            folder.remove(&map).map_err(failed)?
+        };
+        // Without a map nobody opens it. A process that looks for it now need not wait for the disk.
+        if had_map {
             // btrfs and f2fs may keep a new data file through a loss of power and not the removal of the old map before it.
             // That map would call blocks synced that the new file does not have.
             folder.sync().map_err(failed)?;
@@ -279,6 +311,15 @@ impl CacheFolder {
     /// The lock of making and removing the files of this hexadecimal name; `None`: another process holds it for long.
     pub(super) fn hold(&self, name: &str) -> Result<Option<ByteLock>> {
         self.hold_byte(lock_byte(name), true)
+    }
+
+    /// Waits for the lock under which something is made, or until another process has made it: that one may be slow to unlock
+    /// it, and others want it too. `None`: another process holds the lock for long.
+    fn turn<T>(&self, byte: u64, find: impl Fn() -> Result<Option<T>>) -> Result<Option<MakingTurn<T>>> {
+        retried(|| match self.hold_byte(byte, false)? {
+            Some(lock) => Ok(Some(MakingTurn::Ours(lock))),
+            None => Ok(find()?.map(MakingTurn::Found)),
+        })
     }
 
     /// A lock on a byte of the marker. With `wait` it is tried for as long as [`PATIENCE`].
@@ -332,14 +373,15 @@ fn listed(bytes: &[u8]) -> Option<Vec<String>> {
 fn opened(named: &Path, shared: bool) -> Result<(PathBuf, File)> {
     let failed = |e: io::Error| Error::write("make the folder", &e);
     if fs::symlink_metadata(named).is_err_and(|e| e.kind() == io::ErrorKind::NotFound) {
-        let parent = named.parent().filter(|parent| !parent.as_os_str().is_empty());
-        parent.map_or(Ok(()), fs::create_dir_all).map_err(failed)?;
-        match fs::DirBuilder::new().mode(0o700).create(named) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed(e)),
-            Err(_) => {}
-            Ok(()) if shared => Directory::at(named).and_then(|file| set_mode(&file, 0o2770)).map_err(failed)?,
-            Ok(()) => Directory::at(named).and_then(|file| set_mode(&file, 0o700)).map_err(failed)?,
-        }
+        let parent = named.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let name = named.file_name().unwrap_or_default().as_bytes();
+        let mode = if shared { 0o2770 } else { 0o700 };
+        let made = || {
+            fs::create_dir_all(parent)?;
+            let within = File::options().read(true).custom_flags(libc::O_PATH | libc::O_DIRECTORY).open(parent)?;
+            make_folder(&within, name, |folder| set_mode(folder, mode))
+        };
+        made().map_err(failed)?;
     }
     let failed = |e: io::Error| Error::io("open the folder", &e);
     let path = fs::canonicalize(named).map_err(failed)?;
@@ -379,13 +421,11 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
         };
     }
     // A disk of its own has `lost+found`. Another process may be making the marker, or have made it since.
-    let is_own =
-        |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&name.strip_suffix(PART).unwrap_or(name));
-    let is_other =
-        |name: &String| name != "lost+found" && !is_own(name) && name.strip_suffix(PART).unwrap_or(name) != MARKER;
+    let is_own = |name: &str| is_empty && [OBJECTS, NAMES, LISTS, BEATS].contains(&made_as(name));
+    let is_other = |name: &String| name != "lost+found" && !is_own(name) && made_as(name) != MARKER;
     let names = root.names()?;
-    if !is_empty && names.iter().any(|name| name == MARKER) {
-        // It has been made since, and perhaps the folders too.
+    if !is_empty && root.open(MARKER, false)?.is_some() {
+        // It has been made since, and perhaps the folders too: a list that was read meanwhile may have these alone.
         return marked(root);
     }
     match names.into_iter().find(is_other) {
@@ -397,22 +437,27 @@ fn marked(root: &Directory) -> Result<Option<(File, bool)>> {
     }
 }
 
-/// Makes the marker. Processes that do so at once wait for each other.
+/// Makes the marker. Processes that do so at once wait for each other, until one of them has made it.
 fn mark(root: &Directory) -> Result<(File, bool)> {
     let path = root.path();
     let own = Directory::at(path).map_err(|e| Error::io("open the folder", &e).at(path))?;
     let attempt = || {
         // SAFETY: a plain system call on a descriptor that is held here.
         match unsafe { libc::flock(own.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
-            0 => Ok(Some(())),
+            0 => Ok(Some(None)),
             _ => match io::Error::last_os_error() {
-                e if e.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(None),
+                e if e.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(marked(root)?.map(Some)),
                 e => Err(Error::io("lock the folder", &e).at(path)),
             },
         }
     };
-    if retried(attempt)?.is_none() {
-        return Err(Error::new(ErrorKind::Timeout, "another process has been making the disk cache for 1 s").at(path));
+    match retried_for(MARKING, attempt)? {
+        Some(Some(made)) => return Ok(made),
+        Some(None) => {}
+        None => {
+            let stopped = format!("another process has been making the disk cache for {} s", MARKING.as_secs());
+            return Err(Error::new(ErrorKind::Timeout, stopped).at(path));
+        }
     }
     if marked(root)?.is_none() {
         root.replace(MARKER, format!("{MARKED}{FORMAT}\n").as_bytes())?;

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Longest wait for another process that makes or removes files. That takes milliseconds, unless the process is stopped.
 pub(super) const PATIENCE: Duration = Duration::from_secs(1);
+/// Fewest attempts in that time. A process that was stopped itself, or got no processor, has seen nothing of the other one.
+const ATTEMPTS: u32 = 100;
 /// Time from one attempt to the next.
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -66,9 +68,12 @@ pub(super) fn unlock(file: &File, bytes: Range<u64>) {
     let _stays = call(file, libc::F_OFD_SETLK, &mut record(libc::F_UNLCK, &bytes));
 }
 
+/// All bytes of a file, for `unlock`: a length of 0 is as long as a file can be (fcntl(2)).
+pub(super) const ALL: Range<u64> = 0..0;
+
 /// Unlocks all bytes of the file.
 pub(super) fn unlock_all(file: &File) {
-    unlock(file, 0..0);
+    unlock(file, ALL);
 }
 
 /// Some of these bytes that another open file holds, as far as one lock goes.
@@ -83,13 +88,22 @@ pub(super) fn held(file: &File, bytes: Range<u64>) -> io::Result<Option<Range<u6
     Ok(Some(start.max(bytes.start)..end.min(bytes.end)))
 }
 
-/// Tries until it succeeds, for at most [`PATIENCE`]; `None`: it did not.
-pub(super) fn retried<T, E>(mut attempt: impl FnMut() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
-    let began = Instant::now();
+/// Tries until it succeeds, for [`PATIENCE`] and [`ATTEMPTS`]; `None`: it did not.
+pub(super) fn retried<T, E>(attempt: impl FnMut() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
+    retried_for(PATIENCE, attempt)
+}
+
+/// The same, for another time.
+pub(super) fn retried_for<T, E>(
+    patience: Duration,
+    mut attempt: impl FnMut() -> Result<Option<T>, E>,
+) -> Result<Option<T>, E> {
+    let (began, mut attempts) = (Instant::now(), 0);
     loop {
+        attempts += 1;
         match attempt()? {
             Some(done) => return Ok(Some(done)),
-            None if began.elapsed() >= PATIENCE => return Ok(None),
+            None if attempts >= ATTEMPTS && began.elapsed() >= patience => return Ok(None),
             None => std::thread::sleep(PAUSE),
         }
     }

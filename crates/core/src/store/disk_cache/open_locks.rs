@@ -2,12 +2,13 @@
 //! for all of a process.
 
 use super::key::lock_byte;
-use super::lock::{held, try_lock, unlock, unlock_all, LockKind};
+use super::lock::{held, try_lock, unlock, LockKind, ALL};
 use crate::store::per_process::PerProcess;
 use crate::sync::{lock, Mutex};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Arc, PoisonError};
 
@@ -40,13 +41,15 @@ fn locked() -> std::sync::MutexGuard<'static, Vec<RawFd>> {
 #[derive(Debug)]
 pub(super) struct LockedFile {
     file: Arc<File>,
+    /// The bytes whose locks end with this. Other threads may have the open file too, with locks on other bytes.
+    bytes: Range<u64>,
     process: u32,
 }
 
 impl LockedFile {
-    pub(super) fn new(file: Arc<File>) -> LockedFile {
+    pub(super) fn new(file: Arc<File>, bytes: Range<u64>) -> LockedFile {
         locked().push(file.as_raw_fd());
-        LockedFile { file, process: std::process::id() }
+        LockedFile { file, bytes, process: std::process::id() }
     }
 
     pub(super) fn file(&self) -> &File {
@@ -58,7 +61,7 @@ impl Drop for LockedFile {
     fn drop(&mut self) {
         // A forked child may have the open file for long. In the child, the locks are the parent's.
         if self.process == std::process::id() {
-            unlock_all(&self.file);
+            unlock(&self.file, self.bytes.clone());
             let mut all = locked();
             if let Some(at) = all.iter().position(|fd| *fd == self.file.as_raw_fd()) {
                 all.swap_remove(at);
@@ -89,7 +92,7 @@ pub(super) struct OpenLocks {
 
 impl OpenLocks {
     pub(super) fn new(marker: File) -> Arc<OpenLocks> {
-        Arc::new(OpenLocks { marker: LockedFile::new(Arc::new(marker)), held: Mutex::default() })
+        Arc::new(OpenLocks { marker: LockedFile::new(Arc::new(marker), ALL), held: Mutex::default() })
     }
 
     /// True if this process may use it. A forked child needs its own.

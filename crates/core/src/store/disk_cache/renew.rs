@@ -8,6 +8,7 @@
 use super::directory::{Directory, PART};
 use super::entry::{check_limit, data_name, map_name, reserve, CacheEntry, OpenedEntry};
 use super::folder::{CacheFolder, OBJECTS};
+use super::lock::retried;
 use super::map::{boot_tag, Slot, SLOT};
 use crate::error::{Error, ErrorKind, Result};
 use std::io;
@@ -24,9 +25,8 @@ impl CacheFolder {
         let id = entry.id();
         let at = |e: Error| e.at(entry.data_path());
         let in_use = || at(Error::new(ErrorKind::Timeout, "others have it open, and it has to be replaced"));
-        if entry.is_open_elsewhere() {
-            return Err(in_use());
-        }
+        // A process that only looks for it has it open for a moment.
+        retried(|| Ok::<_, Error>((!entry.is_open_elsewhere()).then_some(())))?.ok_or_else(in_use)?;
         if !self.make_room(entry.size())? {
             let why = "the disk cache has no room for a copy of a file that huggingface_hub's cache has too";
             return Err(at(Error::new(ErrorKind::Limit, why)));
@@ -38,7 +38,7 @@ impl CacheFolder {
         parts.remove().map_err(|e| at(Error::write("remove", &e)))?;
         let slots = parts.copy_blocks(entry)?;
         parts.make_map(entry, &slots)?;
-        let named = entry.alone(|| parts.name())?.ok_or_else(in_use)?;
+        let named = retried(|| entry.alone(|| parts.name()))?.ok_or_else(in_use)?;
         named.map_err(|e| at(Error::write("rename", &e)))?;
         match self.opened(&folder, &id, true)? {
             OpenedEntry::Entry(entry) => Ok(Arc::from(entry)),

@@ -95,7 +95,15 @@ struct Evictable {
 
 impl CacheFolder {
     /// Evicts entries until so many bytes more fit; false: they do not.
+    ///
+    /// # Errors
+    /// `Timeout`: they do not yet, and another process evicts. `Io`, `Write`.
     pub(crate) fn make_room(&self, bytes: u64) -> Result<bool> {
+        self.make_room_beside(bytes, true)
+    }
+
+    /// The same. Another process that evicts is waited for only with `wait`.
+    pub(super) fn make_room_beside(&self, bytes: u64, wait: bool) -> Result<bool> {
         if !self.is_writable() || self.settings.size.is_some_and(|most| bytes > most) {
             return Ok(false);
         }
@@ -103,10 +111,14 @@ impl CacheFolder {
             return Ok(true);
         }
         // Two that evict at once would evict twice as much.
-        let evicting = self.hold_byte(EVICTING, true)?;
+        let evicting = self.hold_byte(EVICTING, wait)?;
         let mut lacking = self.lacking(bytes)?;
-        if lacking == 0 || evicting.is_none() {
-            return Ok(lacking == 0);
+        if lacking == 0 {
+            return Ok(true);
+        }
+        if evicting.is_none() {
+            let why = "another process is making room in the disk cache";
+            return Err(Error::new(ErrorKind::Timeout, why).at(self.path()));
         }
         self.remove_leftovers()?;
         for one in self.evictable()?.into_iter().filter(|one| !one.linked) {

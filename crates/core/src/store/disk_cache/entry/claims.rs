@@ -3,6 +3,7 @@
 use super::super::lock::{held, try_lock, unlock, LockKind};
 use super::super::map::{boot_tag, Slot};
 use super::super::open_locks::LockedFile;
+use super::marking::MARKING;
 use super::{BlockState, CacheEntry, Claims};
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -282,6 +283,6 @@ impl Claims {
     /// Adds a block. This open map has the lock of it.
     fn add(&mut self, block: u32, map: &Arc<File>) {
         self.all.insert(block);
-        self.map.get_or_insert_with(|| LockedFile::new(map.clone()));
+        self.map.get_or_insert_with(|| LockedFile::new(map.clone(), 0..MARKING));
     }
 }

@@ -10,10 +10,10 @@ use std::io;
 use std::sync::Arc;
 
 /// The byte of the map whose lock is this right. It is behind those of the blocks.
-const MARKING: u64 = 1 << 42;
+pub(super) const MARKING: u64 = 1 << 42;
 
 /// The right, until it is dropped.
-pub(super) struct Marking<'e> {
+pub(in super::super) struct Marking<'e> {
     map: Arc<File>,
     /// Threads that share the entry share its open file, and so its lock.
     _alone: MutexGuard<'e, ()>,
@@ -24,7 +24,7 @@ impl CacheEntry {
     ///
     /// # Errors
     /// `Timeout`: another process has it for a second. The map cannot be opened or locked.
-    pub(super) fn marking(&self) -> Result<Marking<'_>> {
+    pub(in super::super) fn marking(&self) -> Result<Marking<'_>> {
         let _alone = lock(&self.marking);
         let map = self.map_to_write()?;
         let attempt = || try_lock(&map, LockKind::Exclusive, MARKING..MARKING + 1).map(|taken| taken.then_some(()));

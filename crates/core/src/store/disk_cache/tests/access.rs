@@ -3,7 +3,11 @@
 use super::faults::Mounted;
 use super::processes::{child, played};
 use super::*;
+use std::ffi::CString;
 use std::fs::{self, Permissions};
+use std::io::Read;
+use std::os::fd::FromRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{chown, symlink, MetadataExt, PermissionsExt};
 
 fn mode(path: &Path) -> u32 {
@@ -90,6 +94,48 @@ fn a_shared_cache_is_its_groups() {
     // The first one takes what the second one wrote.
     let cache = CacheFolder::open(&shared).unwrap();
     assert_eq!(check(&cache.find(&key("theirs"), "v", BLOCK).unwrap().unwrap()), 1);
+}
+
+/// The names in a folder that folders get while something is done, and true for each that had another name before.
+fn folders_that_come(folder: &Path, work: impl FnOnce()) -> Vec<(String, bool)> {
+    let path = CString::new(folder.as_os_str().as_bytes()).unwrap();
+    // SAFETY: plain system calls; the descriptor is new and nobody else's.
+    let mut watch = unsafe {
+        let watch = libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK);
+        assert!(libc::inotify_add_watch(watch, path.as_ptr(), libc::IN_CREATE | libc::IN_MOVED_TO) >= 0);
+        fs::File::from_raw_fd(watch)
+    };
+    work();
+    let mut bytes = vec![0; 1 << 16];
+    let count = watch.read(&mut bytes).unwrap();
+    let (mut found, mut rest) = (Vec::new(), &bytes[..count]);
+    // inotify(7): four numbers, the last of which is the length of the name.
+    while let Some((head, names)) = rest.split_at_checked(16) {
+        let number = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().unwrap());
+        let (name, others) = names.split_at(number(12) as usize);
+        if number(4) & libc::IN_ISDIR != 0 {
+            let name = String::from_utf8(name.iter().copied().take_while(|byte| *byte != 0).collect()).unwrap();
+            found.push((name, number(4) & libc::IN_MOVED_TO != 0));
+        }
+        rest = others;
+    }
+    found
+}
+
+#[test]
+fn folders_have_their_owners_before_they_have_their_names() {
+    for shared in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = DiskCacheSettings { shared, ..settings(&folder.path().join("cache")) };
+        let named = |found: Vec<(String, bool)>, name: &str| found.iter().any(|one| *one == (name.to_owned(), true));
+        let bare = |found: &[(String, bool)]| found.iter().all(|(name, moved)| *moved || name.ends_with(".part"));
+        let found = folders_that_come(folder.path(), || drop(CacheFolder::open(&settings).unwrap()));
+        assert!(bare(&found) && named(found, "cache"));
+        fs::remove_dir(folder.path().join("cache/lists")).unwrap();
+        let found = folders_that_come(&settings.folder, || drop(CacheFolder::open(&settings).unwrap()));
+        assert!(bare(&found) && named(found, "lists"));
+        assert_eq!(mode(&settings.folder.join("lists")), if shared { 0o2770 } else { 0o700 });
+    }
 }
 
 #[test]

@@ -296,6 +296,31 @@ fn a_file_that_others_have_open_is_not_replaced() {
 }
 
 #[test]
+fn a_file_that_others_only_look_at_is_replaced() {
+    let (_folder, cache, entry, _place, _at) = damaged();
+    let other = CacheFolder::open(&settings(cache.path())).unwrap();
+    let is_over = AtomicBool::new(false);
+    let look = || other.find(&key("model"), "v1", entry.size()).unwrap().unwrap();
+    let first = look();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut looks = Some(first);
+            while !is_over.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(20));
+                drop(looks.take());
+                std::thread::sleep(Duration::from_millis(5));
+                looks = Some(look());
+            }
+        });
+        let load = cached_file(&cache, entry.clone());
+        let written = load.write(1, &block(&entry, 1));
+        is_over.store(true, Ordering::Relaxed);
+        written.unwrap();
+        assert_eq!(check(&load.written()), 3);
+    });
+}
+
+#[test]
 fn what_a_killed_process_leaves_of_a_new_file_is_removed() {
     let (_folder, cache, entry, _place, _at) = damaged();
     let parts = [entry.data_path(), &map_of(&entry)].map(|path| PathBuf::from(format!("{}.part", path.display())));

@@ -2,18 +2,22 @@
 
 use super::*;
 use crate::store::disk_cache::cached_file::CachedFile;
-use crate::store::disk_cache::folder::MARKER;
+use crate::store::disk_cache::folder::{MARKER, OBJECTS};
 use crate::store::disk_cache::inbox::{CacheNews, CachedFiles};
 use crate::store::disk_cache::key::{lock_byte, object_id};
 use crate::store::disk_cache::lock::held;
 use crate::store::disk_cache::look::alive;
+use crate::store::disk_cache::map::{MapHeader, FORMAT};
 use crate::store::disk_cache::on_demand::while_locked;
 use crate::store::disk_cache::open_locks::{while_listed, OpenLocks};
 use crate::store::location::Location;
 use crate::store::object::Object;
 use crate::store::version::Version;
 use std::collections::{BTreeSet, HashMap};
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -534,6 +538,52 @@ fn an_entry_is_made_beside_one_who_looks_for_it() {
             drop(looks);
         });
         cache.find_or_make(&key("model"), "v", SIZE).unwrap();
+    });
+}
+
+#[test]
+fn a_process_that_is_slow_to_make_the_cache_is_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let maker = fs::File::open(folder.path()).unwrap();
+    // SAFETY: a plain system call.
+    assert_eq!(unsafe { libc::flock(maker.as_raw_fd(), libc::LOCK_EX) }, 0);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| CacheFolder::open(&settings(folder.path())).map(|cache| cache.is_writable()));
+        std::thread::sleep(PATIENCE * 3 / 2);
+        drop(maker);
+        assert!(waits.join().unwrap().unwrap());
+    });
+}
+
+#[test]
+fn what_another_process_has_made_is_taken_while_that_process_still_has_the_lock() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().join("cache");
+    fs::create_dir(&root).unwrap();
+    fs::set_permissions(&root, fs::Permissions::from_mode(0o700)).unwrap();
+    // The folder itself
+    let maker = fs::File::open(&root).unwrap();
+    // SAFETY: a plain system call.
+    assert_eq!(unsafe { libc::flock(maker.as_raw_fd(), libc::LOCK_EX) }, 0);
+    let cache = std::thread::scope(|scope| {
+        let waits = scope.spawn(|| CacheFolder::open(&settings(&root)).unwrap());
+        std::thread::sleep(Duration::from_millis(100));
+        let part = root.join(format!("{MARKER}.part"));
+        fs::write(&part, format!("penstock disk cache, format {FORMAT}\n")).unwrap();
+        fs::set_permissions(&part, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::rename(&part, root.join(MARKER)).unwrap();
+        waits.join().unwrap()
+    });
+    // An entry
+    let id = object_id(&key("model").hash, "v", SIZE);
+    let _making = cache.hold(&id).unwrap().unwrap();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| cache.find_or_make(&key("model"), "v", SIZE).unwrap());
+        std::thread::sleep(Duration::from_millis(100));
+        let (address, version, made) = ("s3://bucket/model".to_owned(), "v".to_owned(), std::time::SystemTime::now());
+        let header = MapHeader { key: key("model").hash, size: SIZE, address, version, made };
+        CacheEntry::make(&cache.below(OBJECTS, &id, true).unwrap().unwrap(), &id, &header).unwrap();
+        assert_eq!(waits.join().unwrap().size(), SIZE);
     });
 }
 

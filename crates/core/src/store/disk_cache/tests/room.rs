@@ -1,6 +1,8 @@
 //! Eviction and `prune`.
 
+use super::processes::cached_file;
 use super::*;
+use crate::store::disk_cache::open_locks::EVICTING;
 use std::fs::{File, FileTimes};
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, SystemTime};
@@ -65,6 +67,27 @@ fn what_is_open_stays() {
     assert!(!cache.entries().unwrap()[0].open);
     assert!(limited.make_room(4 * BLOCK).unwrap());
     assert_eq!(files(&cache.path().join("objects")), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn blocks_are_written_when_another_process_that_evicts_has_ended() {
+    let (_folder, cache) = cache();
+    used(&cache, "old", 4, 90);
+    let limited = limited(&cache, Some(5 * BLOCK), Some(0));
+    let file = cached_file(&limited, limited.find_or_make(&key("model"), "v", 5 * BLOCK).unwrap());
+    let write = |number| file.write(number, &block(&file.entry, number));
+    let evicts = cache.hold_byte(EVICTING, false).unwrap().unwrap();
+    // It is waited for once.
+    let times = [0, 1, 2].map(|number| {
+        let began = Instant::now();
+        let refused = write(number).unwrap_err();
+        assert_eq!((refused.kind(), file.is_writable()), (ErrorKind::Timeout, true), "{refused}");
+        began.elapsed()
+    });
+    assert!(times[0] >= PATIENCE && times[1].min(times[2]) < PATIENCE, "{times:?}");
+    drop(evicts);
+    (0..5).for_each(|number| write(number).unwrap());
+    assert_eq!((check(&file.entry), names(&cache)), (5, vec!["model".to_owned()]));
 }
 
 #[test]
