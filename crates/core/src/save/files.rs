@@ -334,8 +334,8 @@ impl UnfinishedMark {
     }
 
     /// Where the index is there, a mark that stays means nothing.
-    fn remove(self) {
-        let _left_behind = std::fs::remove_file(self.0);
+    fn remove(&self) {
+        let _left_behind = std::fs::remove_file(&self.0);
     }
 }
 
