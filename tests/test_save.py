@@ -527,8 +527,14 @@ def test_shards_of_two_saves_never_have_an_index(tmp_path: Path):
             penstock.save({name: tensor + 1 for name, tensor in first.items()}, tmp_path, max_shard_size=4000)
     finally:
         subprocess.run(["chattr", "-i", last], check=True)
-    assert inside(tmp_path) == report.files[:2]
+    assert inside(tmp_path) == [".penstock-unfinished", *report.files[:2]]
+    with pytest.raises(penstock.NotFoundError, match="may be of two saves"):
+        penstock.open(tmp_path)
     assert torch.equal(penstock.load_file(last)["w1"], first["w1"])
+    # The next save makes the folder whole.
+    report = penstock.save(first, tmp_path, max_shard_size=4000)
+    assert inside(tmp_path) == report.files
+    assert all(torch.equal(tensor, first[name]) for name, tensor in penstock.open(tmp_path).load("cpu").items())
 
 
 @pytest.fixture

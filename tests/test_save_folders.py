@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -279,30 +278,3 @@ job = penstock.save(state(1), sys.argv[1], max_shard_size=32, wait=False)
     run = python(code, tmp_path)
     assert run.stdout.startswith("saved ['model-00001-of-00040.safetensors'"), run.stderr
     assert not run.stderr and number_in(tmp_path) == 2
-
-
-def test_shards_of_two_saves_are_not_opened_as_one_checkpoint(tmp_path: Path):
-    """The second shard cannot get its name: the first one is new by then, and the third one old."""
-    folder = tmp_path / "model"
-    old = {f"w{number}": np.full(1 << 18, number, np.uint32) for number in range(3)}
-    penstock.save(old, folder, max_shard_size=1 << 20)
-    middle, kept = folder / "model-00002-of-00003.safetensors", tmp_path / "kept.safetensors"
-    middle.rename(kept)
-    (middle / "in the way").mkdir(parents=True)
-    new = {name: value + 7 for name, value in old.items()}
-    with pytest.raises(penstock.PenstockError, match="model-00002"):
-        penstock.save(new, folder, max_shard_size=1 << 20)
-    shutil.rmtree(middle)
-    kept.rename(middle)
-    assert sorted(path.name for path in folder.glob("*.safetensors")) == [
-        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
-    ]
-    for opened in (penstock.open, penstock.verify):
-        with pytest.raises(penstock.NotFoundError, match=r"no index names model-00001-of-00003.*of two saves"):
-            opened(folder)
-    # One by one they can be read, and the next save makes the folder whole.
-    assert penstock.open(sorted(folder.glob("*.safetensors"))).load("cpu", framework="np")["w0"][0] == 7
-    penstock.save(new, folder, max_shard_size=1 << 20)
-    assert not (folder / ".penstock-unfinished").exists()
-    loaded = penstock.open(folder).load("cpu", framework="np")
-    assert all(np.array_equal(loaded[name], value) for name, value in new.items())
