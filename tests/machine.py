@@ -41,8 +41,8 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-@functools.cache  # of a few thousand functions, for every combination of parameters
-def _names_one(code: CodeType) -> bool:
+@functools.cache  # a test function is looked at for every combination of its parameters
+def _names_observer(code: CodeType) -> bool:
     """True if a function names one of `OBSERVERS`."""
     return not OBSERVERS.isdisjoint(_names(code))
 
@@ -54,7 +54,7 @@ def _observes(item: Any) -> bool:
         # What every test has, from conftest.py, says nothing of this one
         functions += [d.func for d in definitions if d.scope == "function" and d.func.__module__ != "conftest"]
     codes = (getattr(function, "__code__", None) for function in functions)
-    return any(_names_one(code) for code in codes if code is not None)
+    return any(_names_observer(code) for code in codes if code is not None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m machine` selects

@@ -28,7 +28,7 @@ _STEPS = 128
 
 
 def _table() -> np.ndarray:
-    """What becomes of the CRC that two bytes leave when they have been taken, by their value."""
+    """For each value of the lower two bytes of a CRC: what they become after 16 steps of one bit."""
     entries = np.arange(1 << 16, dtype=np.uint32)
     for _ in range(16):
         entries = np.where(entries & 1, (entries >> 1) ^ np.uint32(_POLYNOMIAL), entries >> 1).astype(np.uint32)
@@ -39,7 +39,7 @@ _TABLE = _table()
 
 
 def _moved(crcs: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """CRCs after zeros; `by`: what becomes of each value of each byte of a CRC."""
+    """CRCs after a number of zero bytes. ``by``: what each value of each byte of a CRC becomes after these."""
     return by[0][crcs & 255] ^ by[1][crcs >> 8 & 255] ^ by[2][crcs >> 16 & 255] ^ by[3][crcs >> 24]
 
 

@@ -181,7 +181,7 @@ mod tests {
         let second = take(folder, Duration::ZERO).unwrap().unwrap();
         // SAFETY: a plain system call on a descriptor that is held here.
         assert_eq!(unsafe { libc::flock(opened.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) }, 0);
-        assert!(take(folder, Duration::ZERO).is_err(), "the second save has the lock, whoever has the first file");
+        assert!(take(folder, Duration::ZERO).is_err(), "the lock on the removed file counts for nothing");
         drop(second);
     }
 

@@ -96,7 +96,7 @@ fn a_shared_cache_is_its_groups() {
     assert_eq!(check(&cache.find(&key("theirs"), "v", BLOCK).unwrap().unwrap()), 1);
 }
 
-/// The names in a folder that folders get while something is done, and true for each that had another name before.
+/// The names of folders that come into a folder during `work`. True: the folder had another name before.
 fn folders_that_come(folder: &Path, work: impl FnOnce()) -> Vec<(String, bool)> {
     let path = CString::new(folder.as_os_str().as_bytes()).unwrap();
     // SAFETY: plain system calls; the descriptor is new and nobody else's.
@@ -109,7 +109,7 @@ fn folders_that_come(folder: &Path, work: impl FnOnce()) -> Vec<(String, bool)> 
     let mut bytes = vec![0; 1 << 16];
     let count = watch.read(&mut bytes).unwrap();
     let (mut found, mut rest) = (Vec::new(), &bytes[..count]);
-    // inotify(7): four numbers, the last of which is the length of the name.
+    // An event has four numbers, and then a name (inotify(7)). The last number is the length of the name.
     while let Some((head, names)) = rest.split_at_checked(16) {
         let number = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().unwrap());
         let (name, others) = names.split_at(number(12) as usize);
