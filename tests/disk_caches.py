@@ -60,7 +60,7 @@ class Asked:
 
 def files(folder: Path, ending: str) -> list[Path]:
     """The cache's files of entries that end so."""
-    return sorted((folder / "objects").glob(f"*/*{ending}"))
+    return sorted((folder / "objects").glob(f"??/*{ending}"))
 
 
 def tags(map_file: Path) -> list[tuple[int, int]]:
